@@ -1,0 +1,6 @@
+"""Curvature-Conditioned Queries: q_clean = q - lam * Sigma_t q, with Sigma_t the running covariance of the keys."""
+
+from ccq.ops import CovarianceState, backends, clean_query, clean_query_step
+
+__version__ = "0.1.0"
+__all__ = ["CovarianceState", "backends", "clean_query", "clean_query_step"]

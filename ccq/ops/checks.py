@@ -1,0 +1,136 @@
+"""Every complaint about bad input, in one place: it names the argument, what was expected, and what came.
+
+Shapes, dtypes and devices are checked at each call. Values live on the device, and looking at them waits for it: they
+are checked for CPU tensors, and on a GPU only with CCQ_CHECK=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ccq.ops.backends import NAMES, nearest
+from ccq.ops.reference import stats_dtype
+from ccq.ops.state import CovarianceState
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NORMALIZE = ("unit", "none", "stats")
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    state: CovarianceState | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+    backend: str,
+    *,
+    tokens: bool,
+) -> None:
+    """Raise unless the arguments fit together. `tokens`: q is [B, T, Hq, K], not the [B, Hq, K] of one step."""
+    axes = "B, T, Hq, K" if tokens else "B, Hq, K"
+    for name, x in (("q", q), ("k", k), ("lam", lam)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+    if q.ndim != (4 if tokens else 3):
+        raise ValueError(f"q: expected shape [{axes}], got {tuple(q.shape)}")
+    heads, key_size = q.shape[-2], q.shape[-1]
+    if key_size == 0 or heads == 0:
+        raise ValueError(f"q: expected at least one head of at least one channel, got shape {tuple(q.shape)}")
+    if k.ndim != q.ndim or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != key_size:
+        raise ValueError(
+            f"k: expected shape [{axes.replace('Hq', 'Hk')}] with q's sizes but for the heads, "
+            f"q being {tuple(q.shape)}, got {tuple(k.shape)}"
+        )
+    key_heads = k.shape[-2]
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {key_heads}")
+    if lam.shape != q.shape[:-1]:
+        raise ValueError(
+            f"lam: expected shape [{axes.removesuffix(', K')}] = {tuple(q.shape[:-1])}, got {tuple(lam.shape)}"
+        )
+    if k.dtype != q.dtype:
+        raise TypeError(f"k: expected q's dtype {q.dtype}, got {k.dtype}")
+    _same_device("k", k, q)
+    _same_device("lam", lam, q)
+    if not isinstance(centred, bool):
+        raise TypeError(f"centred: expected True or False, got {centred!r}")
+    if normalize not in NORMALIZE:
+        raise ValueError(
+            f"normalize: expected one of {', '.join(NORMALIZE)}, got {normalize!r}.{nearest(normalize, NORMALIZE)}"
+        )
+    known = (*NAMES, "auto")
+    if backend not in known:
+        raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}.{nearest(backend, known)}")
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        sequences = _check_cu_seqlens(cu_seqlens, q)
+    if state is not None:
+        _check_state("initial_state" if tokens else "state", state, sequences, k)
+
+
+def _same_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected an integer tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {q.shape[0]}")
+    _same_device("cu_seqlens", cu_seqlens, q)
+    return cu_seqlens.shape[0] - 1
+
+
+def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -> None:
+    if not isinstance(state, CovarianceState):
+        raise TypeError(f"{name}: expected a CovarianceState, got {type(state).__name__}")
+    heads, key_size = k.shape[-2], k.shape[-1]
+    high = stats_dtype(k.dtype)
+    for field, x, shape, dtype in (
+        ("second_moment", state.second_moment, (sequences, heads, key_size, key_size), high),
+        ("key_sum", state.key_sum, (sequences, heads, key_size), high),
+        ("count", state.count, (sequences,), torch.int64),
+    ):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(x.shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name}.{field}: expected {dtype} for {k.dtype} keys, got {x.dtype}")
+        _same_device(f"{name}.{field}", x, k)
+
+
+def check_values(lam: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, length: int) -> None:
+    """Raise on values no sequence can have. NaN passes, and shows in the output."""
+    if lam.device.type != "cpu" and os.environ.get("CCQ_CHECK") != "1":
+        return
+    if lam.numel():
+        low, high = (x.item() for x in lam.detach().aminmax())
+        if low < 0 or high > 1:
+            raise ValueError(f"lam: expected values from 0 to 1, got {low:g} to {high:g}")
+    if count is not None and count.numel() and count.min().item() < 0:
+        raise ValueError(f"initial_state.count: expected values from 0, got {count.min().item()}")
+    if cu_seqlens is not None:
+        check_borders(cu_seqlens.tolist(), length)
+
+
+def check_borders(borders: list[int], length: int) -> None:
+    """Raise unless `borders` of packed sequences run from 0 to `length` without going back."""
+    if borders[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {borders[0]}")
+    for i, (a, b) in enumerate(pairwise(borders)):
+        if b < a:
+            raise ValueError(f"cu_seqlens: expected no decrease, got {a} then {b} at index {i + 1}")
+    if borders[-1] != length:
+        raise ValueError(f"cu_seqlens: expected to end at T = {length}, got {borders[-1]}")

@@ -1,0 +1,263 @@
+"""The operator chunkwise, in plain PyTorch on any device: the paper's chunkwise algorithm and its derived backward.
+
+M chunks of C tokens, Hk key heads, G query heads to a key head, K key size. Within a chunk the keys meet the queries in
+one masked product; between chunks a running sum of k k^T (forward) and of its adjoint (backward) is carried:
+
+    y_t = [ sum_{chunk, j<=t} k_j (k_j . q_t) + C_before q_t ] / t  -  s_t (s_t . q_t) / t^2
+
+    backward, with u_t = -lam_t g_t:
+    dq_t = g_t + Sigma_t u_t,    dlam_t = -g_t . y_t
+    dk_j = sum_{chunk, t>=j} [ (k_j.q_t) u_t + (k_j.u_t) q_t ] / t  +  D_after k_j  +  e_j
+    D_after = dC_T + dC_T^T + sum_{later chunks} [ q_t u_t^T + u_t q_t^T ] / t
+    e_j     = ds_T - sum_{t>=j} [ (s_t.q_t) u_t + (s_t.u_t) q_t ] / t^2
+
+Nothing of size T x T or T x K x K exists: time and memory are linear in T. The backward recomputes what it needs
+from q, k_bar, 1/|k| and lam; no state is saved.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ccq.ops.checks import check_borders
+from ccq.ops.reference import inv_norm, prepare, stats_dtype
+
+CHUNK = 64  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
+
+
+class Plan(NamedTuple):
+    """How N sequences are cut into chunks; the chunks of one sequence stand next to each other."""
+
+    slots: Tensor | None  # [tokens] where each token lies in the M x C grid; None where the grid has no gaps
+    position: Tensor  # [M, C] how many tokens of the sequence come before
+    owner: Tensor  # [M] the sequence of each chunk
+    some: Tensor  # the sequences that have any token, and for each of them
+    first: Tensor  # its first chunk
+    last: Tensor  # its last chunk
+    links: list[tuple]  # (chunks, the chunks that follow them), in the order in which a scan can go
+
+
+def make_plan(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Plan:
+    """Cut `batch` sequences of `length` tokens, or the packed ones, into chunks."""
+    if cu_seqlens is None:
+        lengths = torch.full((batch,), length)
+    else:
+        borders = cu_seqlens.tolist()
+        check_borders(borders, length)  # the values are at hand
+        lengths = torch.tensor(borders).diff()
+    chunks = (lengths + CHUNK - 1) // CHUNK  # [N]
+    most = int(chunks.max())
+    ends = chunks.cumsum(0)
+    begins = ends - chunks
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), chunks)
+    position = (torch.arange(len(owner)) - begins[owner])[:, None] * CHUNK + torch.arange(CHUNK)
+    slots = None
+    if (lengths % CHUNK).any():
+        slots = (position < lengths[owner, None]).flatten().nonzero().squeeze(1).to(device)
+    links: list[tuple]
+    if cu_seqlens is None:  # all sequences advance together, and strides are faster than indices
+        links = [(slice(r - 1, None, most), slice(r, None, most)) for r in range(1, most)]
+    else:
+        followers = [(begins[chunks > r] + r).to(device) for r in range(1, most)]
+        links = [(here - 1, here) for here in followers]
+    some = chunks.nonzero().squeeze(1)
+    return Plan(
+        slots,
+        position.to(device),
+        owner.to(device),
+        some.to(device),
+        begins[some].to(device),
+        (ends[some] - 1).to(device),
+        links,
+    )
+
+
+def to_chunks(x: Tensor, plan: Plan) -> Tensor:
+    """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full."""
+    x = x.flatten(0, 1)
+    if plan.slots is not None:
+        grid = x.new_zeros(plan.position.numel(), *x.shape[1:])
+        grid[plan.slots] = x
+        x = grid
+    return x.unflatten(0, plan.position.shape).transpose(1, 2).contiguous()
+
+
+def from_chunks(x: Tensor, plan: Plan, batch: int) -> Tensor:
+    """[M, H, C, ...] -> [B, T, H, ...]"""
+    x = x.transpose(1, 2).flatten(0, 1)
+    if plan.slots is not None:
+        x = x[plan.slots]
+    return x.unflatten(0, (batch, -1)).contiguous()
+
+
+def scan(plan: Plan, adds: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Sums of `adds` [M, ...] over the chunks before each one (after it, if `reverse`), begun at `start` [N, ...].
+
+    Returns them and, for each sequence, the sum over all its chunks.
+    """
+    begin, end = (plan.last, plan.first) if reverse else (plan.first, plan.last)
+    sums = torch.empty_like(adds)
+    sums[begin] = start[plan.some]
+    for earlier, later in reversed(plan.links) if reverse else plan.links:
+        source, target = (later, earlier) if reverse else (earlier, later)
+        sums[target] = sums[source] + adds[source]
+    total = start.clone()
+    total[plan.some] = sums[end] + adds[end]
+    return sums, total
+
+
+class Chunked(NamedTuple):
+    """What forward and backward both need of the keys, chunk by chunk."""
+
+    plan: Plan
+    k: Tensor  # [M, Hk, C, K] the keys of the statistics
+    t: Tensor  # [M, 1, 1, C, 1] the count, this token included
+    before: Tensor  # [M, Hk, K, K] C of all earlier chunks
+    key_sum: Tensor  # [M, Hk, 1, C, K] s_t
+    second_moment: Tensor  # [N, Hk, K, K] the final state
+    final_key_sum: Tensor  # [N, Hk, K]
+
+
+def chunk_keys(
+    k: Tensor, second_moment: Tensor | None, key_sum: Tensor | None, count: Tensor | None, cu_seqlens: Tensor | None
+) -> Chunked:
+    """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
+    batch, length, heads, size = k.shape
+    plan = make_plan(batch, length, cu_seqlens, k.device)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    if second_moment is None or key_sum is None:
+        second_moment = k.new_zeros(sequences, heads, size, size)
+        key_sum = k.new_zeros(sequences, heads, size)
+    t = plan.position + 1
+    if count is not None:
+        t = t + count[plan.owner, None]
+    kc = to_chunks(k, plan)
+    before, second_moment = scan(plan, kc.mT @ kc, second_moment)
+    sum_before, final_key_sum = scan(plan, kc.sum(2), key_sum)
+    sums = sum_before[:, :, None] + kc.cumsum(2)
+    return Chunked(
+        plan, kc, t.to(k.dtype)[:, None, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum
+    )
+
+
+def read(keys: Chunked, x: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sigma_t x_t for x [M, Hk, G, C, K], with the scores k_j . x_t (j <= t in the chunk) and s_t . x_t behind it."""
+    groups = x.shape[2]
+    rows = x.flatten(2, 3)
+    scores = (rows @ keys.k.mT).unflatten(2, (groups, -1)).tril_()
+    y = (scores.flatten(2, 3) @ keys.k).add_(rows @ keys.before).view_as(x).div_(keys.t)
+    overlap = None
+    if centred:
+        overlap = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
+        y.addcmul_(overlap / keys.t, keys.key_sum, value=-1)
+    return y, scores, overlap
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+    output_correction: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, and the final C and s."""
+    with exact_matmul(q):
+        q_read, k_stat, k_bar = prepare(q, k, normalize)
+        keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
+        groups = (k.shape[2], -1)
+        y = read(keys, to_chunks(q_read.unflatten(2, groups), keys.plan).transpose(2, 3).contiguous(), centred)[0]
+        y = from_chunks(y.transpose(2, 3), keys.plan, q.shape[0]).flatten(2, 3)
+        out = y if output_correction else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
+        return out, k_bar, inv_norm(k).squeeze(-1), keys.second_moment, keys.final_key_sum
+
+
+def backward(
+    g: Tensor,
+    dk_bar: Tensor | None,
+    d_second_moment: Tensor | None,
+    d_key_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,  # k_bar where normalize is "unit", else k as it came
+    k_rnorm: Tensor,  # [B, T, Hk], not read where normalize is "none"
+    lam: Tensor,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dlam, and the gradients of the initial C and s."""
+    high = stats_dtype(q.dtype)
+    batch, _, heads, _ = k.shape
+    with exact_matmul(q):
+        q_rnorm = inv_norm(q) if normalize == "unit" else None
+        q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
+        k_stat = k.to(high) if normalize != "stats" else k.to(high) * k_rnorm[..., None]
+        g = g.to(high)
+        u = -lam.to(high)[..., None] * g
+
+        keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
+        plan = keys.plan
+        # queries and u are read by the same keys: 2G rows to a key head, [M, Hk, 2G, C, K]
+        both = torch.cat([x.unflatten(2, (heads, -1)) for x in (q_read, u)], 3)
+        both = to_chunks(both, plan).transpose(2, 3).contiguous()
+        reads, scores, overlap = read(keys, both, centred)
+        y, du = (from_chunks(x.transpose(2, 3), plan, batch).flatten(2, 3) for x in reads.chunk(2, dim=2))
+        dlam = -(g * y).sum(-1)
+        dq = g + du
+
+        qc, uc = both.div_(keys.t).chunk(2, dim=2)  # from here on divided by t
+        swapped = torch.cat([uc, qc], 2)  # what each score sends back to its key
+        dk = scores.flatten(2, 3).mT @ swapped.flatten(2, 3)
+        cross = (qc * keys.t).flatten(2, 3).mT @ uc.flatten(2, 3)
+        if d_second_moment is None:
+            d_second_moment = torch.zeros_like(keys.second_moment)
+        if d_key_sum is None:
+            d_key_sum = torch.zeros_like(keys.final_key_sum)
+        after, d_first = scan(plan, cross + cross.mT, d_second_moment + d_second_moment.mT, reverse=True)
+        dk += keys.k @ after
+        if overlap is not None:
+            pull = -(overlap * swapped).sum(2)  # [M, Hk, C, K]
+            sum_after, d_key_sum = scan(plan, pull.sum(2), d_key_sum, reverse=True)
+            dk += sum_after[:, :, None] + pull.flip(2).cumsum(2).flip(2)
+        else:
+            dk += d_key_sum[plan.owner][:, :, None]
+        dk = from_chunks(dk, plan, batch)
+        if dk_bar is not None:
+            dk += dk_bar.to(high)
+
+        if q_rnorm is not None:
+            dq = unit_backward(dq, q_read, q_rnorm)
+        if normalize != "none":
+            dk = unit_backward(dk, k_stat, k_rnorm[..., None])
+        return dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum
+
+
+def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:
+    """Gradient through xn = x * rsqrt(|x|^2 + eps): exact with the eps, since d rnorm / dx = -rnorm^3 x."""
+    return rnorm * (dxn - xn * (xn * dxn).sum(-1, keepdim=True))
+
+
+@contextmanager
+def exact_matmul(x: Tensor):
+    """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
+    matmul = torch.backends.cuda.matmul
+    precision = matmul.fp32_precision
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda and precision != "ieee":
+            matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            if matmul.fp32_precision != precision:
+                matmul.fp32_precision = precision

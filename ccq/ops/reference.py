@@ -1,0 +1,123 @@
+"""The definition: q_clean = q - lam * Sigma_t q, one token after another. Every other backend must agree with it.
+
+B sequences, T tokens, Hq query heads reading Hk key heads (query head h reads key head h // (Hq / Hk)), K key size.
+Plain PyTorch, differentiable to any order, any float dtype, a Python step a token: for reading and for tests.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ccq.ops.state import CovarianceState
+
+EPS = 1e-6  # inside the square root, so that a zero vector gives zero and a finite gradient, never NaN
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for half-precision keys (sums of thousands of terms need the bits), fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inv_norm(x: Tensor) -> Tensor:
+    """1 / |x| over the last axis, in the precision of the statistics."""
+    return torch.rsqrt(x.to(stats_dtype(x.dtype)).square().sum(-1, keepdim=True) + EPS)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x.to(stats_dtype(x.dtype)) * inv_norm(x)
+
+
+def prepare(q: Tensor, k: Tensor, normalize: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The query that is cleaned, the key that enters the statistics, and the key k_bar that the backbone writes."""
+    high = stats_dtype(q.dtype)
+    if normalize == "unit":
+        k_bar = unit(k).to(k.dtype)
+        return unit(q), k_bar.to(high), k_bar  # the statistics see the key that is written: after rounding
+    if normalize == "stats":
+        return q.to(high), unit(k), k
+    return q.to(high), k.to(high), k
+
+
+def absorb(state: CovarianceState, k: Tensor, inplace: bool = False) -> CovarianceState:
+    """C_t = C_{t-1} + k k^T, s_t = s_{t-1} + k, t = t + 1, for k [B, Hk, K]."""
+    outer = k[..., :, None] * k[..., None, :]
+    if inplace:
+        state.second_moment.add_(outer)
+        state.key_sum.add_(k)
+        state.count.add_(1)
+        return state
+    return CovarianceState(state.second_moment + outer, state.key_sum + k, state.count + 1)
+
+
+def read(state: CovarianceState, q: Tensor, centred: bool) -> Tensor:
+    """y = Sigma_t q = C_t q / t - s_t (s_t . q) / t^2, for q [B, Hq, K]."""
+    q = q.unflatten(1, (state.key_sum.shape[1], -1))  # [B, Hk, G, K]: G query heads read one key head
+    t = state.count.to(q.dtype)[:, None, None, None]
+    second_moment = (state.second_moment + state.second_moment.mT) / 2  # symmetric by contract
+    y = q @ second_moment / t
+    if centred:
+        key_sum = state.key_sum.unsqueeze(2)
+        y = y - key_sum * (key_sum * q).sum(-1, keepdim=True) / t.square()
+    return y.flatten(1, 2)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    state: CovarianceState,
+    centred: bool,
+    normalize: str,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
+    """One token, the paper's recurrent algorithm: q [B, Hq, K], k [B, Hk, K], lam [B, Hq].
+
+    Returns q_clean, k_bar, the state that includes this token, and the correction y by itself.
+    """
+    q_read, k_stat, k_bar = prepare(q, k, normalize)
+    state = absorb(state, k_stat, inplace)
+    y = read(state, q_read, centred)
+    q_clean = q_read - lam.to(y.dtype)[..., None] * y
+    return q_clean.to(q.dtype), k_bar, state, y
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    state: CovarianceState,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
+    """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], beginning at `state`.
+
+    Returns q_clean, k_bar, the final state, and the correction y by itself.
+    """
+    outputs: list[tuple[Tensor, Tensor, Tensor]] = []
+    finals: list[CovarianceState] = []
+    for sequence, (begin, end) in enumerate(_ranges(q.shape[1], cu_seqlens)):
+        here = state if cu_seqlens is None else state.index_select(torch.tensor([sequence]))
+        # so that the symmetric part alone counts for the final state and the gradient, as it does for reads
+        here = CovarianceState((here.second_moment + here.second_moment.mT) / 2, here.key_sum, here.count)
+        for t in range(begin, end):
+            q_clean, k_bar, here, y = step(q[:, t], k[:, t], lam[:, t], here, centred, normalize)
+            outputs.append((q_clean, k_bar, y))
+        finals.append(here)
+    final = CovarianceState(
+        torch.cat([s.second_moment for s in finals]),
+        torch.cat([s.key_sum for s in finals]),
+        torch.cat([s.count for s in finals]),
+    )
+    if not outputs:
+        return q.clone(), k.clone(), final, q.to(stats_dtype(q.dtype), copy=True)
+    q_clean, k_bar, y = (torch.stack(tokens, dim=1) for tokens in zip(*outputs, strict=True))
+    return q_clean, k_bar, final, y
+
+
+def _ranges(length: int, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
+    borders = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    return list(pairwise(borders))

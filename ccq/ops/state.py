@@ -1,0 +1,100 @@
+"""The memory of the operator: running statistics of the keys of N sequences.
+
+N sequences, H key heads, K key size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(eq=False)  # a field-wise == of tensors has no single truth value
+class CovarianceState:
+    """Sums over the keys seen so far, from which Sigma_t = C_t / t - s_t s_t^T / t^2.
+
+    Sums, not means: the states of two pieces of one sequence add up to the state of the whole.
+
+    >>> state = CovarianceState.zeros(2, heads=4, key_size=64)
+    >>> state.nbytes
+    133136
+    """
+
+    second_moment: Float[Tensor, "N H K K"]  # C_t = sum of k k^T, symmetric
+    key_sum: Float[Tensor, "N H K"]  # s_t = sum of k
+    count: Int[Tensor, " N"]  # t, int64
+
+    @classmethod
+    def zeros(
+        cls,
+        n: int,
+        heads: int,
+        key_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> CovarianceState:
+        """The state of `n` sequences before their first token."""
+        return cls(
+            torch.zeros(n, heads, key_size, key_size, dtype=dtype, device=device),
+            torch.zeros(n, heads, key_size, dtype=dtype, device=device),
+            torch.zeros(n, dtype=torch.int64, device=device),
+        )
+
+    def covariance(self, centred: bool = True) -> Float[Tensor, "N H K K"]:
+        """Sigma_t itself (the second moment C_t / t if not `centred`); zero where no key was seen."""
+        t = self.count.clamp(min=1).to(self.second_moment.dtype)[:, None, None, None]
+        sigma = (self.second_moment + self.second_moment.mT) / (2 * t)
+        if centred:
+            mean = self.key_sum / t[..., 0]
+            sigma = sigma - mean[..., :, None] * mean[..., None, :]
+        return sigma
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> CovarianceState:
+        """Move or cast. The count stays int64 whatever `dtype` is."""
+        return CovarianceState(
+            self.second_moment.to(device=device, dtype=dtype, non_blocking=non_blocking),
+            self.key_sum.to(device=device, dtype=dtype, non_blocking=non_blocking),
+            self.count.to(device=device, non_blocking=non_blocking),
+        )
+
+    def clone(self) -> CovarianceState:
+        return pytree.tree_map(torch.clone, self)
+
+    def detach(self) -> CovarianceState:
+        return pytree.tree_map(torch.detach, self)
+
+    def index_select(self, indices: Int[Tensor, " M"]) -> CovarianceState:
+        """Sequences `indices`, in that order, repeats allowed: what a beam search reorders with."""
+        return pytree.tree_map(lambda x: x.index_select(0, indices.to(x.device)), self)
+
+    def __add__(self, other: CovarianceState) -> CovarianceState:
+        """The state of both sets of keys together: pieces of a sequence, or ranks that each saw a part."""
+        if not isinstance(other, CovarianceState):
+            return NotImplemented
+        if self.second_moment.shape != other.second_moment.shape:
+            raise ValueError(
+                f"other: expected a state of shape {tuple(self.second_moment.shape)} to add, "
+                f"got {tuple(other.second_moment.shape)}"
+            )
+        return CovarianceState(
+            self.second_moment + other.second_moment,
+            self.key_sum + other.key_sum,
+            self.count + other.count,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.second_moment.nbytes + self.key_sum.nbytes + self.count.nbytes
+
+
+pytree.register_dataclass(CovarianceState)

@@ -1,0 +1,51 @@
+"""One decode step: (q, k, lam, state) -> (q_clean, k_bar, state)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ccq.ops import reference
+from ccq.ops.backends import resolve
+from ccq.ops.checks import check_call, check_values
+from ccq.ops.state import CovarianceState
+
+
+def clean_query_step(
+    q: Float[Tensor, "B Hq K"],
+    k: Float[Tensor, "B Hk K"],
+    lam: Float[Tensor, "B Hq"],
+    state: CovarianceState,
+    centred: bool = True,
+    normalize: str = "unit",
+    inplace: bool = False,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
+    """`clean_query` for one more token of each of B sequences.
+
+    With `inplace` the tensors of `state` (its count too) are updated and the same object comes back: what decoding
+    wants. Without it the call is functional, and differentiable to any order.
+
+    >>> state = CovarianceState.zeros(1, heads=4, key_size=64)
+    >>> q, k, lam = torch.randn(1, 4, 64), torch.randn(1, 4, 64), torch.full((1, 4), 0.5)
+    >>> q_clean, k_bar, state = clean_query_step(q, k, lam, state)
+    >>> state.count
+    tensor([1])
+    """
+    if state is None:
+        raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
+    check_call(q, k, lam, state, None, centred, normalize, backend, tokens=False)
+    if inplace and torch.is_grad_enabled():
+        for name, x in (("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum)):
+            if x.requires_grad:
+                raise RuntimeError(
+                    f"inplace: {name} needs a gradient, which an update in place would destroy. "
+                    "Use inplace=False, or torch.no_grad() for decoding."
+                )
+    if not torch.compiler.is_compiling():
+        check_values(lam, state.count, None, 1)
+        resolve(backend, q.device, q.dtype, q.shape[-1])
+    with torch.autocast(q.device.type, enabled=False):
+        q_clean, k_bar, state, _ = reference.step(q, k, lam, state, centred, normalize, inplace)
+    return q_clean, k_bar if normalize == "unit" else k, state
