@@ -69,7 +69,7 @@ def clean_query(
     if backend == "reference":
         q_clean, k_bar, state, _ = _reference(q, k, lam, initial_state, cu_seqlens, centred, normalize)
         return q_clean, k_bar if normalize == "unit" else k, state if output_final_state else None
-    q_clean, k_bar, _, second_moment, key_sum, count = torch.ops.ccq.clean_query(
+    q_clean, k_bar, _, _, second_moment, key_sum, count = torch.ops.ccq.clean_query(
         q, k, lam, *_tensors(initial_state), cu_seqlens, centred, normalize, backend, output_final_state
     )
     state = CovarianceState(second_moment, key_sum, count) if output_final_state else None
@@ -98,16 +98,16 @@ def correction(
     state = _tensors(initial_state)
     check_values(lam, state[2], cu_seqlens, q.shape[1])
     module = library.implementation(q, backend)
-    if q.numel() == 0:
-        return q.to(reference.stats_dtype(q.dtype), copy=True)
-    return module.forward(q, k, lam, *state, cu_seqlens, centred, normalize, output_correction=True)[0]
+    if q.numel() == 0 or q.is_meta:
+        return q.new_empty(q.shape, dtype=reference.stats_dtype(q.dtype))
+    return module.forward(q, k, lam, *state, cu_seqlens, centred, normalize, False, output_correction=True)[0]
 
 
 def _tensors(state: CovarianceState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The state as the custom op takes it. Only the symmetric part counts, for its gradient too."""
+    """The state as the custom op takes it."""
     if state is None:
         return None, None, None
-    return (state.second_moment + state.second_moment.mT) / 2, state.key_sum, state.count
+    return reference.symmetric(state.second_moment), state.key_sum, state.count
 
 
 def _reference(q, k, lam, state, cu_seqlens, centred, normalize):
@@ -116,5 +116,5 @@ def _reference(q, k, lam, state, cu_seqlens, centred, normalize):
     if state is None:
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=reference.stats_dtype(k.dtype), device=k.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with reference.no_autocast(q):
         return reference.forward(q, k, lam, state, cu_seqlens, centred, normalize)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
+import os
 import warnings
 from dataclasses import dataclass
 
 import torch
 
 NAMES = ("reference", "chunk", "triton")
+LARGEST_KEY = 256  # what the Triton kernels hold of a key
 
 
 class BackendUnavailableError(RuntimeError):
@@ -49,7 +52,26 @@ def nearest(name: object, known: tuple[str, ...]) -> str:
 
 def triton_refuses(device: torch.device, dtype: torch.dtype, key_size: int) -> str | None:
     """Why the Triton kernels cannot take this call, or None."""
-    return "this version of ccq has no Triton kernels yet"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install 'ccq[gpu]')"
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "the kernels are written and tested for NVIDIA GPUs only"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return f"the kernels need compute capability 8.0 or newer, this GPU has {major}.{minor}"
+    elif device.type != "cpu" or not interpreted():
+        return f"tensors on {device.type} are not on an NVIDIA GPU, and TRITON_INTERPRET=1 is not set"
+    if dtype == torch.float64:
+        return "the kernels compute in fp32, and float64 asks for fp64 statistics"
+    if key_size > LARGEST_KEY:
+        return f"the kernels hold keys of up to {LARGEST_KEY} channels, these have {key_size}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels in Python, on CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
@@ -58,7 +80,7 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: in
     if backend in ("reference", "chunk"):
         return backend
     refusal = triton_refuses(device, dtype, key_size)
-    if refusal is None:
+    if refusal is None and (backend == "triton" or device.type == "cuda"):  # "auto" never picks the interpreter
         return "triton"
     if backend == "triton":
         raise BackendUnavailableError(
@@ -89,7 +111,7 @@ def backends(
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     refusal = triton_refuses(device, dtype, key_size)
-    best = "chunk" if refusal else "triton"
+    best = "triton" if refusal is None and device.type == "cuda" else "chunk"  # as `resolve` picks
     return {
         name: BackendStatus(
             name,

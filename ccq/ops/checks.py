@@ -111,16 +111,20 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
         _same_device(f"{name}.{field}", x, k)
 
 
-def check_values(lam: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise on values no sequence can have. NaN passes, and shows in the output."""
-    if lam.device.type != "cpu" and os.environ.get("CCQ_CHECK") != "1":
+def check_values(
+    lam: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, length: int, state: str = "initial_state"
+) -> None:
+    """Raise on values no sequence can have; `state` is what the caller calls it. NaN passes, and shows in the output."""
+    if lam.is_meta or (lam.device.type != "cpu" and os.environ.get("CCQ_CHECK") != "1"):
+        return
+    if torch._C._functorch.is_batchedtensor(lam):  # under vmap no value can be looked at
         return
     if lam.numel():
         low, high = (x.item() for x in lam.detach().aminmax())
         if low < 0 or high > 1:
             raise ValueError(f"lam: expected values from 0 to 1, got {low:g} to {high:g}")
     if count is not None and count.numel() and count.min().item() < 0:
-        raise ValueError(f"initial_state.count: expected values from 0, got {count.min().item()}")
+        raise ValueError(f"{state}.count: expected values from 0, got {count.min().item()}")
     if cu_seqlens is not None:
         check_borders(cu_seqlens.tolist(), length)
 

@@ -5,14 +5,14 @@ one masked product; between chunks a running sum of k k^T (forward) and of its a
 
     y_t = [ sum_{chunk, j<=t} k_j (k_j . q_t) + C_before q_t ] / t  -  s_t (s_t . q_t) / t^2
 
-    backward, with u_t = -lam_t g_t:
-    dq_t = g_t + Sigma_t u_t,    dlam_t = -g_t . y_t
-    dk_j = sum_{chunk, t>=j} [ (k_j.q_t) u_t + (k_j.u_t) q_t ] / t  +  D_after k_j  +  e_j
-    D_after = dC_T + dC_T^T + sum_{later chunks} [ q_t u_t^T + u_t q_t^T ] / t
-    e_j     = ds_T - sum_{t>=j} [ (s_t.q_t) u_t + (s_t.u_t) q_t ] / t^2
+    backward, with w_t = Sigma_t g_t and c_t = -lam_t / t:
+    dq_t = g_t - lam_t w_t,    dlam_t = -q_t . w_t        (g . Sigma q = q . Sigma g: one read gives both)
+    dk_j = sum_{chunk, t>=j} c_t [ (k_j.q_t) g_t + (k_j.g_t) q_t ]  +  D_after k_j  +  e_j
+    D_after = dC_T + dC_T^T + sum_{later chunks} c_t [ q_t g_t^T + g_t q_t^T ]
+    e_j     = ds_T - sum_{t>=j} c_t [ m_t(q) g_t + m_t(g) q_t ],    m_t(x) = s_t . x_t / t
 
 Nothing of size T x T or T x K x K exists: time and memory are linear in T. The backward recomputes what it needs
-from q, k_bar, 1/|k| and lam; no state is saved.
+from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import check_borders
-from ccq.ops.reference import inv_norm, prepare, stats_dtype
+from ccq.ops.reference import inv_norm, no_autocast, prepare, stats_dtype
 
 CHUNK = 64  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 
@@ -144,17 +144,20 @@ def chunk_keys(
     )
 
 
+def scores(keys: Chunked, x: Tensor) -> Tensor:
+    """k_j . x_t for j <= t in the chunk, [M, Hk, G, C, C], for x [M, Hk, G, C, K]."""
+    return (x.flatten(2, 3) @ keys.k.mT).unflatten(2, x.shape[2:4]).tril_()
+
+
 def read(keys: Chunked, x: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sigma_t x_t for x [M, Hk, G, C, K], with the scores k_j . x_t (j <= t in the chunk) and s_t . x_t behind it."""
-    groups = x.shape[2]
-    rows = x.flatten(2, 3)
-    scores = (rows @ keys.k.mT).unflatten(2, (groups, -1)).tril_()
-    y = (scores.flatten(2, 3) @ keys.k).add_(rows @ keys.before).view_as(x).div_(keys.t)
-    overlap = None
+    """Sigma_t x_t for x [M, Hk, G, C, K], and behind it the scores and m_t = s_t . x_t / t."""
+    p = scores(keys, x)
+    y = (p.flatten(2, 3) @ keys.k).add_(x.flatten(2, 3) @ keys.before).view_as(x).div_(keys.t)
+    m = None
     if centred:
-        overlap = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
-        y.addcmul_(overlap / keys.t, keys.key_sum, value=-1)
-    return y, scores, overlap
+        m = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
+        y.addcmul_(m / keys.t, keys.key_sum, value=-1)
+    return y, p, m
 
 
 def forward(
@@ -167,17 +170,18 @@ def forward(
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
+    output_final_state: bool = True,
     output_correction: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, and the final C and s."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
-        groups = (k.shape[2], -1)
-        y = read(keys, to_chunks(q_read.unflatten(2, groups), keys.plan).transpose(2, 3).contiguous(), centred)[0]
-        y = from_chunks(y.transpose(2, 3), keys.plan, q.shape[0]).flatten(2, 3)
+        y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
+        y = from_grouped_chunks(y, keys, q.shape[0])
         out = y if output_correction else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
-        return out, k_bar, inv_norm(k).squeeze(-1), keys.second_moment, keys.final_key_sum
+        means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q.shape[0]).squeeze(-1)
+        return out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum
 
 
 def backward(
@@ -188,6 +192,7 @@ def backward(
     q: Tensor,
     k: Tensor,  # k_bar where normalize is "unit", else k as it came
     k_rnorm: Tensor,  # [B, T, Hk], not read where normalize is "none"
+    means: Tensor,  # [B, T, Hq], not read where not centred
     lam: Tensor,
     second_moment: Tensor | None,
     key_sum: Tensor | None,
@@ -198,36 +203,35 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dlam, and the gradients of the initial C and s."""
     high = stats_dtype(q.dtype)
-    batch, _, heads, _ = k.shape
+    batch = k.shape[0]
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
         k_stat = k.to(high) if normalize != "stats" else k.to(high) * k_rnorm[..., None]
-        g = g.to(high)
-        u = -lam.to(high)[..., None] * g
+        g, gate = g.to(high), lam.to(high)[..., None]
 
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
         plan = keys.plan
-        # queries and u are read by the same keys: 2G rows to a key head, [M, Hk, 2G, C, K]
-        both = torch.cat([x.unflatten(2, (heads, -1)) for x in (q_read, u)], 3)
-        both = to_chunks(both, plan).transpose(2, 3).contiguous()
-        reads, scores, overlap = read(keys, both, centred)
-        y, du = (from_chunks(x.transpose(2, 3), plan, batch).flatten(2, 3) for x in reads.chunk(2, dim=2))
-        dlam = -(g * y).sum(-1)
-        dq = g + du
+        qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
+        w, scores_g, mean_g = read(keys, gc, centred)
+        w = from_grouped_chunks(w, keys, batch)
+        dlam = -(q_read * w).sum(-1)
+        dq = g - gate * w
 
-        qc, uc = both.div_(keys.t).chunk(2, dim=2)  # from here on divided by t
-        swapped = torch.cat([uc, qc], 2)  # what each score sends back to its key
-        dk = scores.flatten(2, 3).mT @ swapped.flatten(2, 3)
-        cross = (qc * keys.t).flatten(2, 3).mT @ uc.flatten(2, 3)
+        weight = -to_grouped_chunks(gate, keys) / keys.t
+        cg, cq = (weight * gc).flatten(2, 3), (weight * qc).flatten(2, 3)
+        dk = scores(keys, qc).flatten(2, 3).mT @ cg
+        dk += scores_g.flatten(2, 3).mT @ cq
+        cross = qc.flatten(2, 3).mT @ cg
         if d_second_moment is None:
             d_second_moment = torch.zeros_like(keys.second_moment)
         if d_key_sum is None:
             d_key_sum = torch.zeros_like(keys.final_key_sum)
         after, d_first = scan(plan, cross + cross.mT, d_second_moment + d_second_moment.mT, reverse=True)
         dk += keys.k @ after
-        if overlap is not None:
-            pull = -(overlap * swapped).sum(2)  # [M, Hk, C, K]
+        if mean_g is not None:
+            mean_q = to_grouped_chunks(means[..., None], keys)
+            pull = -(weight * (mean_q * gc + mean_g * qc)).sum(2)  # [M, Hk, C, K]
             sum_after, d_key_sum = scan(plan, pull.sum(2), d_key_sum, reverse=True)
             dk += sum_after[:, :, None] + pull.flip(2).cumsum(2).flip(2)
         else:
@@ -243,6 +247,16 @@ def backward(
         return dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum
 
 
+def to_grouped_chunks(x: Tensor, keys: Chunked) -> Tensor:
+    """[B, T, Hq, ...] -> [M, Hk, G, C, ...]"""
+    return to_chunks(x.unflatten(2, (keys.k.shape[1], -1)), keys.plan).transpose(2, 3).contiguous()
+
+
+def from_grouped_chunks(x: Tensor, keys: Chunked, batch: int) -> Tensor:
+    """[M, Hk, G, C, ...] -> [B, T, Hq, ...]"""
+    return from_chunks(x.transpose(2, 3), keys.plan, batch).flatten(2, 3)
+
+
 def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:
     """Gradient through xn = x * rsqrt(|x|^2 + eps): exact with the eps, since d rnorm / dx = -rnorm^3 x."""
     return rnorm * (dxn - xn * (xn * dxn).sum(-1, keepdim=True))
@@ -253,7 +267,7 @@ def exact_matmul(x: Tensor):
     """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x):
         if x.is_cuda and precision != "ieee":
             matmul.fp32_precision = "ieee"
         try:

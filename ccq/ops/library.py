@@ -21,13 +21,13 @@ _OPTIONS = "bool centred, str normalize, str backend"
 torch.library.define(
     "ccq::clean_query",
     f"(Tensor q, Tensor k, Tensor lam, {_STATE}, {_OPTIONS}, bool output_final_state)"
-    " -> (Tensor q_clean, Tensor k_bar, Tensor k_rnorm,"
+    " -> (Tensor q_clean, Tensor k_bar, Tensor k_rnorm, Tensor means,"
     " Tensor second_moment_out, Tensor key_sum_out, Tensor count_out)",
 )
 torch.library.define(
     "ccq::clean_query_backward",
     "(Tensor g, Tensor? dk_bar, Tensor? d_second_moment, Tensor? d_key_sum,"
-    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor lam, {_STATE}, {_OPTIONS})"
+    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor lam, {_STATE}, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dlam, Tensor d_second_moment_in, Tensor d_key_sum_in)",
 )
 
@@ -35,10 +35,16 @@ torch.library.define(
 def implementation(q: Tensor, backend: str) -> ModuleType:
     """The module whose `forward` and `backward` run."""
     name = resolve(backend, q.device, q.dtype, q.shape[-1])
-    return {"chunk": chunk}[name]
+    if name == "triton":
+        from ccq.ops import fused  # imports Triton
+
+        return fused
+    return chunk
 
 
-def outputs(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, normalize: str, final: bool) -> tuple[Tensor, ...]:
+def outputs(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
+) -> tuple[Tensor, ...]:
     """Unfilled results of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
     batch, _, heads, size = k.shape
@@ -47,6 +53,7 @@ def outputs(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, normalize: str, fin
         q.new_empty(q.shape),
         k.new_empty(k.shape if normalize == "unit" else 0),
         k.new_empty(k.shape[:-1] if normalize != "none" else 0, dtype=high),
+        q.new_empty(q.shape[:-1] if centred else 0, dtype=high),
         k.new_empty((n, heads, size, size) if final else 0, dtype=high),
         k.new_empty((n, heads, size) if final else 0, dtype=high),
         k.new_empty(n if final else 0, dtype=torch.int64),
@@ -64,56 +71,59 @@ def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> T
 def _clean_query(q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state):
     check_values(lam, count, cu_seqlens, q.shape[1])
     module = implementation(q, backend)
-    empty = outputs(q, k, cu_seqlens, normalize, output_final_state)
+    empty = outputs(q, k, cu_seqlens, centred, normalize, output_final_state)
     if q.numel() == 0:  # nothing to launch; the state stays what it was
         if output_final_state:
-            for out, start in zip(empty[3:5], (second_moment, key_sum), strict=True):
+            for out, start in zip(empty[4:6], (second_moment, key_sum), strict=True):
                 out.zero_() if start is None else out.copy_(start)
-            empty[5].copy_(final_count(q, count, cu_seqlens))
+            empty[6].copy_(final_count(q, count, cu_seqlens))
         return empty
-    q_clean, k_bar, k_rnorm, final_moment, final_sum = module.forward(
-        q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize
+    q_clean, k_bar, k_rnorm, means, final_moment, final_sum = module.forward(
+        q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state
     )
     return (
         q_clean,
         k_bar if normalize == "unit" else empty[1],
         k_rnorm if normalize != "none" else empty[2],
-        final_moment if output_final_state else empty[3],
-        final_sum if output_final_state else empty[4],
-        final_count(q, count, cu_seqlens) if output_final_state else empty[5],
+        means,
+        final_moment if output_final_state else empty[4],
+        final_sum if output_final_state else empty[5],
+        final_count(q, count, cu_seqlens) if output_final_state else empty[6],
     )
 
 
 def _clean_query_fake(
     q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
-    return outputs(q, k, cu_seqlens, normalize, output_final_state)
+    return outputs(q, k, cu_seqlens, centred, normalize, output_final_state)
 
 
 def _clean_query_backward(
     g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
+    q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
 ):  # fmt: skip
     if q.numel() == 0:
         empty = _clean_query_backward_fake(
             g, dk_bar, d_second_moment, d_key_sum,
-            q, k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
+            q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
         )  # fmt: skip
-        for out, after in zip(empty[3:], (d_second_moment, d_key_sum), strict=True):
-            out.zero_() if after is None else out.copy_(after)
+        if second_moment is not None:
+            for out, after in zip(empty[3:], (d_second_moment, d_key_sum), strict=True):
+                out.zero_() if after is None else out.copy_(after)
         return empty
     grads = implementation(q, backend).backward(
         g, dk_bar, d_second_moment, d_key_sum,
-        q, k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
+        q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
     )  # fmt: skip
     if second_moment is None:
-        return (*grads[:3], grads[3].new_empty(0), grads[4].new_empty(0))
+        high = stats_dtype(q.dtype)
+        return (*grads[:3], q.new_empty(0, dtype=high), q.new_empty(0, dtype=high))
     return grads
 
 
 def _clean_query_backward_fake(
     g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
+    q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
 ):  # fmt: skip
     high = stats_dtype(q.dtype)
     return (
@@ -127,23 +137,23 @@ def _clean_query_backward_fake(
 
 def _setup_context(ctx, inputs, output):
     q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, _ = inputs
-    _, k_bar, k_rnorm, _, _, final = output
-    # q is shared with the gate and k_bar with the backbone, so that CCQ keeps only 1/|k| and lam of its own
+    _, k_bar, k_rnorm, means, _, _, final = output
+    # q is shared with the gate and k_bar with the backbone, so that CCQ keeps only a few numbers a token of its own
     ctx.save_for_backward(
-        q, k_bar if normalize == "unit" else k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens
+        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens
     )
     ctx.options = centred, normalize, backend
-    ctx.mark_non_differentiable(k_rnorm, final)
+    ctx.mark_non_differentiable(k_rnorm, means, final)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g, dk_bar, _, d_second_moment, d_key_sum, __):
-    q, k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens = ctx.saved_tensors
+def _backward(ctx, g, dk_bar, _, __, d_second_moment, d_key_sum, ___):
+    q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens = ctx.saved_tensors
     if g is None:
         g = torch.zeros_like(q)
     given = [None if d is None or d.numel() == 0 else d for d in (dk_bar, d_second_moment, d_key_sum)]
     dq, dk, dlam, d_initial_moment, d_initial_sum = torch.ops.ccq.clean_query_backward(
-        g, *given, q, k, k_rnorm, lam, second_moment, key_sum, count, cu_seqlens, *ctx.options
+        g, *given, q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, *ctx.options
     )
     if second_moment is None:
         d_initial_moment = d_initial_sum = None

@@ -6,6 +6,7 @@ Plain PyTorch, differentiable to any order, any float dtype, a Python step a tok
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -19,6 +20,17 @@ EPS = 1e-6  # inside the square root, so that a zero vector gives zero and a fin
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for half-precision keys (sums of thousands of terms need the bits), fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
+    """Autocast would turn the products of the statistics into half precision."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def symmetric(x: Tensor) -> Tensor:
+    """second_moment is symmetric by contract: only this part of it counts, and so its gradient is symmetric too."""
+    return (x + x.mT) / 2
 
 
 def inv_norm(x: Tensor) -> Tensor:
@@ -56,8 +68,7 @@ def read(state: CovarianceState, q: Tensor, centred: bool) -> Tensor:
     """y = Sigma_t q = C_t q / t - s_t (s_t . q) / t^2, for q [B, Hq, K]."""
     q = q.unflatten(1, (state.key_sum.shape[1], -1))  # [B, Hk, G, K]: G query heads read one key head
     t = state.count.to(q.dtype)[:, None, None, None]
-    second_moment = (state.second_moment + state.second_moment.mT) / 2  # symmetric by contract
-    y = q @ second_moment / t
+    y = q @ symmetric(state.second_moment) / t
     if centred:
         key_sum = state.key_sum.unsqueeze(2)
         y = y - key_sum * (key_sum * q).sum(-1, keepdim=True) / t.square()
@@ -97,14 +108,14 @@ def forward(
 
     Returns q_clean, k_bar, the final state, and the correction y by itself.
     """
+    tokens = list(zip(q.unbind(1), k.unbind(1), lam.unbind(1), strict=True))  # q[:, t] would cost T^2 in the backward
     outputs: list[tuple[Tensor, Tensor, Tensor]] = []
     finals: list[CovarianceState] = []
     for sequence, (begin, end) in enumerate(_ranges(q.shape[1], cu_seqlens)):
         here = state if cu_seqlens is None else state.index_select(torch.tensor([sequence]))
-        # so that the symmetric part alone counts for the final state and the gradient, as it does for reads
-        here = CovarianceState((here.second_moment + here.second_moment.mT) / 2, here.key_sum, here.count)
-        for t in range(begin, end):
-            q_clean, k_bar, here, y = step(q[:, t], k[:, t], lam[:, t], here, centred, normalize)
+        here = CovarianceState(symmetric(here.second_moment), here.key_sum, here.count)
+        for token in tokens[begin:end]:
+            q_clean, k_bar, here, y = step(*token, here, centred, normalize)
             outputs.append((q_clean, k_bar, y))
         finals.append(here)
     final = CovarianceState(
@@ -114,7 +125,7 @@ def forward(
     )
     if not outputs:
         return q.clone(), k.clone(), final, q.to(stats_dtype(q.dtype), copy=True)
-    q_clean, k_bar, y = (torch.stack(tokens, dim=1) for tokens in zip(*outputs, strict=True))
+    q_clean, k_bar, y = (torch.stack(column, dim=1) for column in zip(*outputs, strict=True))
     return q_clean, k_bar, final, y
 
 

@@ -36,16 +36,30 @@ def clean_query_step(
     if state is None:
         raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
     check_call(q, k, lam, state, None, centred, normalize, backend, tokens=False)
-    if inplace and torch.is_grad_enabled():
-        for name, x in (("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum)):
-            if x.requires_grad:
-                raise RuntimeError(
-                    f"inplace: {name} needs a gradient, which an update in place would destroy. "
-                    "Use inplace=False, or torch.no_grad() for decoding."
-                )
+    differentiable = wants_gradient(q, k, lam, state)
+    if inplace and differentiable:
+        raise RuntimeError(
+            f"inplace: {differentiable} needs a gradient, which an update in place would destroy. "
+            "Use inplace=False, or torch.no_grad() for decoding."
+        )
     if not torch.compiler.is_compiling():
-        check_values(lam, state.count, None, 1)
-        resolve(backend, q.device, q.dtype, q.shape[-1])
-    with torch.autocast(q.device.type, enabled=False):
+        check_values(lam, state.count, None, 1, state="state")
+        if resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton" and not differentiable:
+            from ccq.ops import fused_step  # imports Triton
+
+            state = state if inplace else state.clone()
+            q_clean, k_bar = fused_step.step(q, k, lam, state, centred, normalize)
+            return q_clean, k_bar, state
+    if not inplace:
+        state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
+    with reference.no_autocast(q):
         q_clean, k_bar, state, _ = reference.step(q, k, lam, state, centred, normalize, inplace)
     return q_clean, k_bar if normalize == "unit" else k, state
+
+
+def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState) -> str | None:
+    """The first argument that autograd is to follow."""
+    if not torch.is_grad_enabled():
+        return None
+    named = (("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum))
+    return next((name for name, x in named if x.requires_grad), None)

@@ -1,0 +1,5 @@
+import sys
+
+from ccq.cli import main
+
+sys.exit(main())

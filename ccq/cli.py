@@ -1,0 +1,59 @@
+"""The `ccq` command. A command is one line of COMMANDS; its module is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import ccq
+from ccq.ops.backends import nearest
+
+# name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
+COMMANDS = {
+    "demo": ("ccq.demo:main", "a needle among distractors, before and after cleaning: a table and a figure"),
+    "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
+}
+
+# module: the extra of this package that installs it
+EXTRAS = {
+    "fla": "gpu",
+    "matplotlib": "eval",
+    "tensorboard": "train",
+    "transformers": "train",
+    "triton": "gpu",
+    "tyro": "train",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (without the program's name) asks for, and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="ccq",
+        description=(ccq.__doc__ or "").splitlines()[0],
+        epilog="commands:\n" + "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ccq {ccq.__version__}")
+    parser.add_argument("command", help="one of those below; `ccq COMMAND --help` says more", metavar="COMMAND")
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    name = parser.parse_args(arguments[:1]).command  # the rest belongs to the command
+    if name not in COMMANDS:
+        known = tuple(COMMANDS)
+        parser.error(f"unknown command {name!r}.{nearest(name, known)} The commands are: {', '.join(known)}.")
+    module, _, function = COMMANDS[name][0].partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(arguments[1:])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as missing:
+        extra = EXTRAS.get((missing.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(f"ccq {name} needs {missing.name}: pip install 'ccq[{extra}]'", file=sys.stderr)
+        return 1

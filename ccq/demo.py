@@ -1,0 +1,210 @@
+"""`ccq demo`: what cleaning does to one read, in the regime it is made for and in two in which it cannot help.
+
+Nothing is trained. A memory of unit keys is drawn around two dominant directions u1 (most keys) and u2 (some) and a
+common mean; one key, the needle, is what the query looks for. Only the geometry differs between the regimes:
+
+    off       the needle lies off u1 and u2, the query overlaps with u1: distractors score high until they are cleaned
+    inside    the needle is u1 itself, the query overlaps with u2: cleaning takes more from the needle than from them
+    disjoint  the query overlaps with neither: there is nothing to clean
+
+For Sigma = rho u u^T the margin (needle minus a distractor) moves by lam * rho * (b - a) * (u . q), with a and b the
+overlaps of needle and distractor with u: positive, negative and zero in turn.
+
+R regimes, T stored keys, L values of lam, K key size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import ccq
+
+T, K = 512, 64
+NEEDLE = 170  # where the needle is stored
+SHARES = (0.7, 0.2)  # of the keys around u1 and u2; the rest point anywhere
+MEAN, NOISE = 0.4, 0.25  # lengths, beside a dominant direction of length 1
+LAM = [i / 20 for i in range(21)]
+SHOWN = (0.0, 0.25, 0.5, 0.75, 1.0)
+REGIMES = {
+    "off": "needle off the dominant directions",
+    "inside": "needle on the dominant direction",
+    "disjoint": "query off the dominant directions",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    keys: Float[Tensor, "R T K"]  # unit
+    query: Float[Tensor, "R K"]  # unit, stands at the last position
+
+
+@dataclass(frozen=True)
+class Result:
+    scores: Float[Tensor, "R L T"]  # k_j . q_clean of every stored key, for each lam
+    margin: Float[Tensor, "R L"]  # needle minus best distractor
+    rank: Tensor  # [R, L] of the needle, 1: it is read above all distractors
+    spectrum: Float[Tensor, "R K"]  # of Sigma, largest first
+
+
+def make_memory(seed: int) -> Memory:
+    """The three regimes; they share every key but the needle."""
+    generator = torch.Generator().manual_seed(seed)
+    u1, u2, mean, own = torch.linalg.qr(torch.randn(K, 4, generator=generator))[0].T
+    topic = torch.rand(T, 1, generator=generator)
+    sign = torch.randint(0, 2, (T, 1), generator=generator) * 2.0 - 1
+    anywhere = normalize(torch.randn(T, K, generator=generator), dim=-1)
+    centre = torch.where(topic < SHARES[0], u1, torch.where(topic < sum(SHARES), u2, anywhere))
+    noise = torch.randn(T, K, generator=generator) * K**-0.5
+    distractors = normalize(MEAN * mean + sign * centre + NOISE * noise, dim=-1)
+    needle = torch.stack([own, u1, own])
+    keys = distractors.repeat(len(REGIMES), 1, 1)
+    keys[:, NEEDLE] = needle
+    query = normalize(needle + torch.stack([1.5 * u1, 0.75 * u2, 0 * u1]), dim=-1)
+    return Memory(keys, query)
+
+
+def clean(memory: Memory) -> Result:
+    """Run the operator once: regimes are the batch, and query heads with a lam each read one key head."""
+    heads = len(LAM)
+    q = memory.query[:, None, None].expand(-1, T, heads, -1)
+    lam = torch.tensor(LAM).expand(len(REGIMES), T, heads)
+    q_clean, k_bar, state = ccq.clean_query(q, memory.keys[:, :, None], lam, output_final_state=True)
+    assert state is not None
+    scores = torch.einsum("rlk,rtk->rlt", q_clean[:, -1], k_bar[:, :, 0])  # the query of the last position
+    needle = scores[:, :, NEEDLE, None]
+    others = scores.index_fill(2, torch.tensor([NEEDLE]), -torch.inf)
+    return Result(
+        scores,
+        margin=needle[..., 0] - others.amax(2),
+        rank=1 + (others > needle).sum(2),
+        spectrum=torch.linalg.eigvalsh(state.covariance()[:, 0]).flip(1),
+    )
+
+
+def as_dict(result: Result, seed: int, backend: str) -> dict:
+    """What scores.json holds: the same for the same seed, so no dates and no times."""
+
+    def numbers(x: Tensor) -> list:
+        return [round(v, 6) for v in x.tolist()]
+
+    return {
+        "ccq": ccq.__version__,
+        "seed": seed,
+        "backend": backend,
+        "tokens": T,
+        "key_size": K,
+        "needle": NEEDLE,
+        "lam": LAM,
+        "regimes": {
+            name: {
+                "title": title,
+                "margin": numbers(result.margin[r]),
+                "rank": result.rank[r].tolist(),
+                "spectrum": numbers(result.spectrum[r, :8]),
+                "scores_before": numbers(result.scores[r, 0]),
+                "scores_after": numbers(result.scores[r, -1]),
+            }
+            for r, (name, title) in enumerate(REGIMES.items())
+        },
+    }
+
+
+def draw(result: Result, folder: Path) -> None:
+    """scores.png and scores.svg: a row a regime, before, after, and the margin against lam."""
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot: no display is looked for
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    grey, blue, red = "#9a9a9a", "#0072B2", "#D55E00"  # Okabe and Ito's: told apart by all eyes
+    style: dict = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "ccq"}
+    position = torch.arange(1, T + 1)
+    others = position != NEEDLE + 1
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(10, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.08))
+        panels = figure.subplots(len(REGIMES), 3, sharex="col", sharey="col", width_ratios=(1.25, 1.25, 1))
+        for r, title in enumerate(REGIMES.values()):
+            before, after, curve = panels[r]
+            before.annotate(
+                title, (0, 1), (-38, 24), "axes fraction", "offset points", fontsize=10.5, fontweight="bold"
+            )
+            for axes, at, name in ((before, 0, "before (lam = 0)"), (after, -1, "cleaned (lam = 1)")):
+                scores = result.scores[r, at]
+                axes.axhline(scores[others].max(), color=blue, lw=1, ls="--", zorder=1, label="best distractor")
+                axes.scatter(position[others], scores[others], s=7, color=grey, lw=0, zorder=2, label="stored key")
+                axes.scatter(
+                    position[~others], scores[~others], s=110, marker="*", color=red, lw=0, zorder=3, label="needle"
+                )
+                axes.set_title(f"{name}: needle ranks {int(result.rank[r, at])} of {T}", fontsize=9)
+                axes.set(xlim=(0, T + 1), ylim=(-1.05, 1.15), ylabel="score k . q_clean")
+            curve.axhline(0, color="black", lw=0.8)
+            curve.plot(LAM, result.margin[r], color=blue, lw=1.8)
+            curve.set_title("needle minus best distractor", fontsize=9)
+            curve.set(xlim=(0, 1), ylabel="margin")
+        for axes, label in zip(
+            panels[-1], ("position of the stored key", "position of the stored key", "lam"), strict=True
+        ):
+            axes.set_xlabel(label)
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3, frameon=False)
+        figure.savefig(folder / "scores.png", dpi=160)
+        figure.savefig(folder / "scores.svg", metadata={"Date": None})
+
+
+def show(result: Result, backend: str) -> None:
+    """The table, and what may and may not be concluded from it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"{T} unit keys of size {K}, one of them the needle; q_clean = q - lam * Sigma q, read as k . q_clean"
+    )
+    console.print(f"Sigma's largest eigenvalues: {', '.join(f'{v:.3f}' for v in result.spectrum[0, :4].tolist())}")
+    table = Table(title="needle minus best distractor (rank of the needle)")
+    table.add_column("lam", justify="right")
+    for title in REGIMES.values():
+        table.add_column(title, justify="right")
+    for lam in SHOWN:
+        cells = []
+        for r in range(len(REGIMES)):
+            margin, rank = float(result.margin[r, LAM.index(lam)]), int(result.rank[r, LAM.index(lam)])
+            cells.append(f"[{'bold' if rank == 1 else 'dim'}]{margin:+.3f} ({rank})[/]")
+        table.add_row(f"{lam:g}", *cells)
+    console.print(table)
+    console.print(
+        "This is a constructed example. It shows the mechanism, and the first column is the regime it is made for. In "
+        "the second cleaning does harm, in the third it does nothing: what it is worth in a model depends on which of "
+        "these the model's keys and queries are in, and that only training and evaluation can tell."
+    )
+    status = ccq.backends("cpu", torch.float32)
+    console.print(f"Ran on the CPU in float32 with backend {backend!r} ({status[backend].why}).")
+    for other in status.values():
+        if not other.runs:
+            console.print(f"Not with {other.name!r}: {other.why}.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ccq demo",
+        description="A needle among distractors, before and after cleaning. Trains nothing, needs no GPU and no data.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the memory (%(default)s)")
+    args = parser.parse_args(argv)
+    backend = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
+    result = clean(make_memory(args.seed))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "scores.json").write_text(json.dumps(as_dict(result, args.seed, backend), indent=1) + "\n")
+    draw(result, args.out)
+    show(result, backend)
+    print(f"Wrote {', '.join(str(args.out / f'scores.{ending}') for ending in ('png', 'svg', 'json'))}")
+    return 0

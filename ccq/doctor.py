@@ -1,0 +1,281 @@
+"""`ccq doctor`: what this machine has, which backend runs on it, why nothing faster does, and what to change.
+
+`look` gathers the facts, `diagnose` judges them and touches nothing, so that tests can feed it made-up machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import ccq
+
+# package: the distributions that provide it, read from their metadata; importing them could fail or be slow
+PACKAGES = {
+    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
+    "fla-core": ("fla-core",),
+    "flash-linear-attention": ("flash-linear-attention",),
+    "transformers": ("transformers",),
+}
+OPERATIONS = ("clean_query", "clean_query_step")
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The facts about a machine that the diagnosis rests on."""
+
+    python: str
+    platform: str
+    torch: str
+    build: str | None  # what torch was built for, "CUDA 13.0" or "ROCm 7.0"; None: CPU only
+    packages: Mapping[str, str | None]  # versions, None where not installed
+    gpus: tuple[Gpu, ...] = ()  # those that torch sees
+    driver: str | None = None  # NVIDIA's
+    complaint: str | None = None  # what torch said when it was asked for a GPU
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: str  # "error": numbers can be wrong; "warning": something is slow or will fail
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What backend="auto" runs."""
+
+    operation: str
+    device: str
+    dtype: str
+    backend: str
+    what: str
+    why_not: Mapping[str, str]  # the faster ones that cannot run, with the reason
+
+
+def look() -> Environment:
+    """The machine this runs on."""
+    with warnings.catch_warnings(record=True) as caught:  # torch tells of an old driver in a warning
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    gpus = []
+    for index in range(torch.cuda.device_count() if available else 0):
+        properties = torch.cuda.get_device_properties(index)
+        memory = round(properties.total_memory / 2**30, 1)
+        gpus.append(Gpu(properties.name, (properties.major, properties.minor), memory))
+    build = None
+    if torch.version.cuda:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        torch=torch.__version__,
+        build=build,
+        packages={name: installed(*names) for name, names in PACKAGES.items()},
+        gpus=tuple(gpus),
+        driver=nvidia_driver(),
+        complaint=str(caught[0].message) if caught else None,
+        variables={name: os.environ[name] for name in sorted(os.environ) if is_ours(name)},
+    )
+
+
+def is_ours(variable: str) -> bool:
+    return variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES") or variable.startswith("CCQ_")
+
+
+def installed(*names: str) -> str | None:
+    """The version of the first of these distributions that is there."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def nvidia_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of NVIDIA's driver where that costs nothing to know, and whether there is one at all elsewhere."""
+    try:
+        version = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", proc.read_text())
+        return version[0] if version else "of unknown version"
+    except OSError:
+        return "of unknown version" if shutil.which("nvidia-smi") else None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers at the front: "3.8.0rc1+git12" gives (3, 8, 0)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in numbers[0].split(".")) if numbers else ()
+
+
+def diagnose(env: Environment) -> list[Finding]:
+    """Everything known to be wrong with such a machine, errors first."""
+    found: list[Finding] = []
+
+    def error(what: str, cure: str) -> None:
+        found.append(Finding("error", what, cure))
+
+    def warning(what: str, cure: str) -> None:
+        found.append(Finding("warning", what, cure))
+
+    triton, core, whole = (env.packages.get(name) for name in ("triton", "fla-core", "flash-linear-attention"))
+    nvidia = bool(env.gpus) and (env.build or "").startswith("CUDA")  # ROCm's capability 9.x is no Hopper
+    hopper = nvidia and any(gpu.capability[0] == 9 for gpu in env.gpus)
+    newer = "pip install 'triton>=3.8.0'"
+    if triton is None:
+        if nvidia:
+            warning("Triton is not installed, so no fused kernel can run on this GPU.", "pip install 'ccq[gpu]'")
+        if core or whole:
+            warning("fla is installed without Triton, so `import fla` or its kernels will fail.", newer)
+    elif hopper and (3, 4) <= release(triton) < (3, 7, 1):
+        error(
+            f"Triton {triton} computes wrong gradients of gated linear attention on Hopper GPUs: the loss looks "
+            "plausible and the model does not learn what it should (flash-linear-attention issue #640).",
+            newer,
+        )
+    elif hopper and (3, 7, 1) <= release(triton) < (3, 8):
+        error(
+            f"Triton {triton} computes wrong gradients on Hopper GPUs for some num_warps, which autotuning may pick "
+            "(flash-linear-attention issue #984; #640 is fixed in it).",
+            newer,
+        )
+    elif nvidia and release(triton) < (3, 8):
+        warning(f"Triton {triton} is older than 3.8.0, the oldest that ccq is tested with.", newer)
+    if core and whole and core != whole:
+        warning(
+            f"fla-core {core} and flash-linear-attention {whole} are two parts of one package, of different versions.",
+            f"pip install fla-core=={max(core, whole, key=release)} "
+            f"flash-linear-attention=={max(core, whole, key=release)}",
+        )
+    if env.driver and env.build is None:
+        warning(
+            f"There is an NVIDIA driver, {env.driver}, but torch {env.torch} is built for the CPU only.",
+            "install a build of torch with CUDA, in a fresh environment",
+        )
+    elif env.driver and not env.gpus:
+        warning(
+            f"There is an NVIDIA driver, {env.driver}, but torch ({env.build}) sees no GPU"
+            + (f": {env.complaint}" if env.complaint else "."),
+            "check CUDA_VISIBLE_DEVICES, that the container was given the GPU, and that the driver is new enough "
+            f"for {env.build}",
+        )
+    if release(env.python) < (3, 11):
+        warning(f"Python {env.python} is too old: ccq needs 3.11.", "make an environment with Python 3.11 or newer")
+    if env.gpus and env.variables.get("TRITON_INTERPRET", "0") != "0":
+        warning(
+            "TRITON_INTERPRET is set: kernels are interpreted in Python, thousands of times slower than on the GPU.",
+            "unset TRITON_INTERPRET",
+        )
+    if env.gpus and env.variables.get("CCQ_CHECK") == "1":
+        warning("CCQ_CHECK=1: each call looks at its values, and waits for the GPU to do so.", "unset CCQ_CHECK")
+    return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def choices(env: Environment) -> list[Choice]:
+    """What backend="auto" runs for each operation, device and dtype."""
+    rows = []
+    for operation in OPERATIONS:
+        for device in ("cpu", "cuda") if env.gpus else ("cpu",):
+            for dtype in DTYPES:
+                statuses = list(ccq.backends(device, dtype).values())  # slowest first
+                best = next(i for i, status in enumerate(statuses) if status.chosen)
+                what = statuses[best].why
+                if operation == "clean_query_step" and statuses[best].name != "triton":
+                    what = "plain PyTorch, the definition's own step"
+                rows.append(
+                    Choice(
+                        operation,
+                        device,
+                        str(dtype).removeprefix("torch."),
+                        statuses[best].name,
+                        what,
+                        {status.name: status.why for status in statuses[best + 1 :]},
+                    )
+                )
+    return rows
+
+
+def report(env: Environment, rows: Sequence[Choice], findings: Sequence[Finding]) -> str:
+    """All of it as text that can be pasted into an issue."""
+    facts = {
+        "ccq": ccq.__version__,
+        "Python": env.python,
+        "platform": env.platform,
+        "torch": f"{env.torch}, built for {env.build or 'the CPU only'}",
+        **{name: version or "not installed" for name, version in env.packages.items()},
+        "NVIDIA driver": env.driver or "none found",
+    }
+    for index, gpu in enumerate(env.gpus):
+        major, minor = gpu.capability
+        facts[f"GPU {index}"] = f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory_gib:g} GiB"
+    if not env.gpus:
+        facts["GPU"] = "none that torch sees"
+    facts["environment"] = " ".join(f"{name}={value}" for name, value in env.variables.items()) or "no CCQ_* is set"
+    lines = [f"{name:<24}{value}" for name, value in facts.items()]
+
+    lines += ["", 'What runs with backend="auto":']
+    for row in rows:
+        lines.append(f"  {row.operation:<17} {row.device:<5} {row.dtype:<9} {row.backend:<10} {row.what}")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, why in row.why_not.items():
+            devices = reasons.setdefault((name, why), [])
+            if row.device not in devices:
+                devices.append(row.device)
+    lines += [f"  not {name} on {', '.join(devices)}: {why}" for (name, why), devices in reasons.items()]
+
+    lines.append("")
+    for finding in findings:
+        lines += [f"{finding.level.upper()}: {finding.what}", f"  cure: {finding.cure}"]
+    errors = sum(finding.level == "error" for finding in findings)
+    if errors:
+        lines.append("Results of this machine can be WRONG until the errors above are cured.")
+    elif not findings:
+        lines.append("No known problem.")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ccq doctor",
+        description="What runs on this machine, why nothing faster does, and what to change.",
+        epilog="Exit code 1 if a finding is an error: numbers can be wrong. Warnings leave it 0.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    args = parser.parse_args(argv)
+    env = look()
+    rows, findings = choices(env), diagnose(env)
+    if args.json:
+        parts = {
+            "ccq": ccq.__version__,
+            "environment": dataclasses.asdict(env),
+            "backends": [dataclasses.asdict(row) for row in rows],
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        }
+        print(json.dumps(parts, indent=2))
+    else:
+        print(report(env, rows, findings))
+    return int(any(finding.level == "error" for finding in findings))

@@ -1,0 +1,850 @@
+"""The operator in Triton: the chunkwise algorithm of chunk.py as a handful of kernels, forward and backward.
+
+BT tokens of one head are a tile, S tokens a chunk. For each chunk one K x K state is kept, for each BN tokens one
+running key sum. With x for q (in the forward) or g = dL/dq_clean (in the backward):
+
+    t Sigma_t x_t = sum_{chunk, j<=t} (k_j . x_t - m_t) k_j  +  n [ Sigma_0 x_t + mu_0 (mu_0 . x_t - m_t) ]
+
+where m_t = s_t . x_t / t, and n, mu_0, Sigma_0 are count, mean and covariance before the chunk. So the mean is taken
+off the scores before they are rounded, and a state is stored divided by n: it never overflows, and a strong mean costs
+it no bits. m_t comes from the row sums of scores that are there anyway: centring needs no product of its own.
+
+    forward    keys (k_bar, 1/|k|, sums) -> running sums -> states -> clean
+    backward   key sums, running sums, states -> dq (dlam, w_t, pulls) -> running pulls, adjoint states -> dk
+
+Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
+are no atomics: equal inputs give equal bits. Offsets inside a tile are 32 bits, those of tiles 64.
+
+Legend: N sequences, H key heads, HQ query heads, G = HQ / H, K key size, BK = K rounded up to a power of two; a state
+has blocks of BLK x BLK, of which only those on and below the diagonal are computed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ccq.ops.configs import Config, pick
+from ccq.ops.reference import EPS
+
+# sizes that vary from call to call: compiled once for all of them
+VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles"]
+
+
+@triton.jit
+def locate(tile, cu, offsets, N, T, per_sequence, VARLEN: tl.constexpr):
+    """Sequence of a tile, its rank in there, and the sequence's first token and length; n = N past the last tile."""
+    if VARLEN:
+        low = 0
+        high = N + 1
+        while high - low > 1:  # the last n with offsets[n] <= tile: empty sequences are stepped over
+            middle = (low + high) // 2
+            right = tl.load(offsets + middle) <= tile
+            low = tl.where(right, middle, low)
+            high = tl.where(right, high, middle)
+        n = low
+        rank = tile - tl.load(offsets + n).to(tl.int32)
+        begin = tl.load(cu + n).to(tl.int64)
+        length = tl.load(cu + tl.minimum(n + 1, N)).to(tl.int64) - begin
+        return n, rank, begin, length.to(tl.int32)
+    else:
+        n = tile // per_sequence
+        return n, tile % per_sequence, n.to(tl.int64) * T, T
+
+
+@triton.jit
+def load_rows(base, first, length, H, K, cols, ROWS: tl.constexpr, DT: tl.constexpr):
+    """Rows first, first + 1, ... of one head, columns cols; zero outside. Only the scalar offset needs 64 bits."""
+    local = tl.arange(0, ROWS)
+    mask = (local < length - first)[:, None] & (cols < K)[None, :]
+    at = local[:, None] * (H * K) + cols[None, :]
+    return tl.load(base + tl.cast(first, tl.int64) * (H * K) + at, mask=mask, other=0.0).to(DT)
+
+
+@triton.jit
+def store_rows(base, x, first, length, H, K, cols, ROWS: tl.constexpr):
+    local = tl.arange(0, ROWS)
+    mask = (local < length - first)[:, None] & (cols < K)[None, :]
+    at = local[:, None] * (H * K) + cols[None, :]
+    tl.store(base + tl.cast(first, tl.int64) * (H * K) + at, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def lower_block(index):
+    """(i, j), j <= i, of the index-th block of a lower triangle."""
+    i = 0
+    rest = index
+    while rest > i:
+        rest -= i + 1
+        i += 1
+    return i, rest
+
+
+@triton.jit(do_not_specialize=VARYING)
+def keys_kernel(
+    k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, per_sums, eps,
+    NORM: tl.constexpr, SUMS: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS)."""
+    pid = tl.program_id(0)
+    h = pid % H
+    tile = pid // H
+    n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
+    if n >= N:
+        return
+    rows = rank * BN + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    base = (begin * H + h) * K
+    x = load_rows(k + base, rank * BN, length, H, K, cols, BN, tl.float32)
+    if NORM:
+        r = tl.rsqrt(tl.sum(x * x, 1) + eps)
+        tl.store(rnorm + (begin + rows) * H + h, r, mask=rows < length)
+        x = (x * r[:, None]).to(k_bar.dtype.element_ty)
+        store_rows(k_bar + base, x, rank * BN, length, H, K, cols, BN)
+        x = x.to(tl.float32)
+    if SUMS:
+        tl.store(sums + (tile.to(tl.int64) * H + h) * K + cols, tl.sum(x, 0), mask=cols < K)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sums_kernel(
+    sums, start, end, tile_offsets, H, K, per_tiles, G,
+    START: tl.constexpr, END: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
+    BB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """sums[tile] in place to the sum over the tiles before it (after it, if REVERSE), begun at `start`.
+
+    `sums` has G entries for a key head (the query heads that read it); the running sum over all G goes into the first.
+    """
+    h = tl.program_id(0) % H
+    n = tl.program_id(0) // H
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    if VARLEN:
+        first = tl.load(tile_offsets + n).to(tl.int64)
+        tiles = (tl.load(tile_offsets + n + 1) - first).to(tl.int32)
+    else:
+        first = n.to(tl.int64) * per_tiles
+        tiles = per_tiles
+    nh = n.to(tl.int64) * H + h
+    carry = tl.zeros([BC], tl.float32)
+    if START:
+        carry += tl.load(start + nh * K + cols, mask=cols < K, other=0.0)
+    for block in range(0, tiles, BB):
+        rank = block + tl.arange(0, BB)
+        tile = rank
+        if REVERSE:
+            tile = tiles - 1 - rank
+        at = ((first + tile)[:, None] * (H * G) + h * G) * K + cols[None, :]
+        mask = (rank < tiles)[:, None] & (cols < K)[None, :]
+        x = tl.zeros([BB, BC], tl.float32)
+        for member in range(G):
+            x += tl.load(sums + at + member * K, mask=mask, other=0.0)
+        through = tl.cumsum(x, 0)
+        tl.store(sums + at, carry[None, :] + through - x, mask=mask)
+        carry += tl.sum(x, 0)
+    if END:
+        tl.store(end + nh * K + cols, carry, mask=cols < K)
+
+
+@triton.jit
+def scan_bounds(n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks,
+                VARLEN: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Of sequence n: first token, length, first key sum and first chunk; and the chunks that a segment of it covers."""
+    if VARLEN:
+        begin = tl.load(cu + n).to(tl.int64)
+        length = (tl.load(cu + n + 1) - begin).to(tl.int32)
+        first_sum = tl.load(sum_offsets + n).to(tl.int64)
+        first_chunk = tl.load(chunk_offsets + n).to(tl.int64)
+    else:
+        begin = n.to(tl.int64) * T
+        length = T
+        first_sum = n.to(tl.int64) * per_sums
+        first_chunk = n.to(tl.int64) * per_chunks
+    chunks = (length + S - 1) // S
+    here = (chunks + NSEG - 1) // NSEG
+    c_begin = tl.minimum(segment * here, chunks)
+    return begin, length, first_sum, first_chunk, c_begin, tl.minimum(c_begin + here, chunks)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def states_kernel(
+    k, initial, count, cu, sum_offsets, chunk_offsets, sums, totals, states, final,
+    T, H, K, NSEG, BLOCKS, per_sums, per_chunks,
+    VARLEN: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, CENTRED: tl.constexpr, TOTALS: tl.constexpr,
+    SEGMENTS: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """One block of C, summed through one segment of one sequence, BR tokens at a time.
+
+    TOTALS: only the segment's own sum is kept. Otherwise it begins with the sums of the segments before, and the
+    covariance before each chunk is stored on the way.
+    """
+    pid = tl.program_id(0)
+    i, j = lower_block(pid % BLOCKS)
+    segment = (pid // BLOCKS) % NSEG
+    h = (pid // (BLOCKS * NSEG)) % H
+    n = pid // (BLOCKS * NSEG * H)
+    begin, length, first_sum, first_chunk, c_begin, c_end = scan_bounds(
+        n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
+    )
+    col_i = i * BLK + tl.arange(0, BLK)
+    col_j = j * BLK + tl.arange(0, BLK)
+    nh = n.to(tl.int64) * H + h
+    block = col_i[:, None] * K + col_j[None, :]
+    mirror = col_j[:, None] * K + col_i[None, :]
+    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
+    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+
+    acc = tl.zeros([BLK, BLK], tl.float32)
+    seen = begin * 0  # int64
+    if INITIAL:
+        seen += tl.load(count + n)
+    if not TOTALS:
+        if INITIAL:
+            acc += tl.load(initial + nh * K * K + block, mask=inside, other=0.0)
+        if SEGMENTS:
+            for before in range(segment):
+                acc += tl.load(totals + (nh * NSEG + before) * K * K + block, mask=inside, other=0.0)
+
+    k += (begin * H + h) * K
+    for row in range(c_begin * S, c_end * S, BR):  # one loop, not one in another: the loads run ahead through all of it
+        if not TOTALS:
+            if row % S == 0:
+                inv = 1.0 / tl.maximum(seen + row, 1).to(tl.float32)
+                sigma = acc * inv
+                if CENTRED:
+                    at = ((first_sum + row // BN) * H + h) * K
+                    mean_i = tl.load(sums + at + col_i, mask=col_i < K, other=0.0) * inv
+                    mean_j = tl.load(sums + at + col_j, mask=col_j < K, other=0.0) * inv
+                    sigma -= mean_i[:, None] * mean_j[None, :]
+                at = ((first_chunk + row // S) * H + h) * K * K
+                tl.store(states + at + block, sigma.to(states.dtype.element_ty), mask=inside)
+                if i != j:
+                    tl.store(states + at + mirror, tl.trans(sigma).to(states.dtype.element_ty), mask=mirrored)
+        k_i = load_rows(k, row, length, H, K, col_i, BR, DT)
+        k_j = load_rows(k, row, length, H, K, col_j, BR, DT)
+        acc = tl.dot(tl.trans(k_i), k_j, acc, input_precision=IP)
+
+    if TOTALS:
+        tl.store(totals + (nh * NSEG + segment) * K * K + block, acc, mask=inside)
+    if FINAL:
+        if segment == NSEG - 1:
+            tl.store(final + nh * K * K + block, acc, mask=inside)
+            if i != j:
+                tl.store(final + nh * K * K + mirror, tl.trans(acc), mask=mirrored)
+
+
+@triton.jit
+def tile_bounds(tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T, per_tiles, per_chunks, per_sums,
+                VARLEN: tl.constexpr, INITIAL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Of a tile: its sequence n (N: there is none), that one's first token, length and count of earlier tokens;
+    where tile and chunk begin in it; the chunk's index and that of the sequence's first key sum."""
+    n, rank, begin, length = locate(tile, cu, tile_offsets, N, T, per_tiles, VARLEN)
+    inside = tl.minimum(n, N - 1)
+    if VARLEN:
+        chunk = tl.load(chunk_offsets + inside).to(tl.int64)
+        first_sum = tl.load(sum_offsets + inside).to(tl.int64)
+    else:
+        chunk = n.to(tl.int64) * per_chunks
+        first_sum = n.to(tl.int64) * per_sums
+    seen = begin * 0
+    if INITIAL:
+        seen += tl.load(count + inside)
+    chunk_begin = rank * BT // S * S
+    return n, begin, length, seen, rank * BT, chunk_begin, chunk + chunk_begin // S, first_sum
+
+
+@triton.jit
+def read_state(base, state, first, length, H, K, BT: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+               DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
+    """x times a state, BS of its rows at a time."""
+    cols = tl.arange(0, BK)
+    acc = tl.zeros([BT, BK], tl.float32)
+    for b in range(0, BK, BS):
+        part = b + tl.arange(0, BS)
+        x_part = load_rows(base, first, length, H, K, part, BT, DT)
+        inside = (part < K)[:, None] & (cols < K)[None, :]
+        s_part = tl.load(state + part[:, None] * K + cols[None, :], mask=inside, other=0.0).to(DT)
+        acc = tl.dot(x_part, s_part, acc, input_precision=IP)
+    return acc
+
+
+@triton.jit
+def before_tile(x, sums, tile_begin, length, H, K, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """x_t . s for the key sum before each row's own BN keys."""
+    cols = tl.arange(0, BK)
+    block = tl.arange(0, BT) // BN
+    before = tl.zeros([BT], tl.float32)
+    for b in tl.static_range(BT // BN):
+        mask = (cols < K) & (tile_begin + b * BN < length)
+        key_sum = tl.load(sums + b * H * K + cols, mask=mask, other=0.0)
+        before = tl.where(block == b, tl.sum(x.to(tl.float32) * key_sum[None, :], 1), before)
+    return before
+
+
+@triton.jit
+def read_keys(acc, x, x_scale, before, t, k_base, chunk_begin, tile_begin, length, H, K,
+              CENTRED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+              DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
+    """acc + sum (k_j . x_t - m_t) k_j over the chunk's keys up to each row, and m_t.
+
+    BN keys at a time, the latest first: a row's m_t is complete with the block of keys that holds its own.
+    """
+    cols = tl.arange(0, BK)
+    local = tl.arange(0, BT)
+    m = tl.zeros([BT], tl.float32)
+    for step in range((tile_begin + BT - chunk_begin) // BN):
+        offset = BT - BN - step * BN  # from the tile's first row to the block's first key; negative in earlier tiles
+        keys = load_rows(k_base, tile_begin + offset, length, H, K, cols, BN, DT)
+        p = tl.dot(x, tl.trans(keys), input_precision=IP) * x_scale[:, None]
+        sees = local[:, None] >= offset + tl.arange(0, BN)[None, :]
+        if CENTRED:
+            total = tl.sum(tl.where(sees, p, 0.0), 1)
+            m = tl.where((local >= offset) & (local < offset + BN), (total + before) / t, m)
+            p -= m[:, None]
+        acc = tl.dot(tl.where(sees, p, 0.0).to(DT), keys, acc, input_precision=IP)
+    return acc, m
+
+
+@triton.jit(do_not_specialize=VARYING)
+def clean_kernel(
+    q, k, lam, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets, out, means,
+    N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, eps,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, CORRECTION: tl.constexpr,
+    BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """q_clean of one tile (y itself, if CORRECTION), and m_t."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    hq = pid // tiles
+    h = hq // (HQ // H)
+    n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
+        tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T, per_tiles, per_chunks, per_sums,
+        VARLEN, INITIAL, BT, S,
+    )  # fmt: skip
+    if n >= N:
+        return
+    rows = tile_begin + tl.arange(0, BT)
+    cols = tl.arange(0, BK)
+    t = (seen + rows + 1).to(tl.float32)
+    past = tl.maximum(seen + chunk_begin, 1).to(tl.float32)
+    head = (begin * HQ + hq) * K
+    sum_tile = sums + ((first_sum + tile_begin // BN) * H + h) * K
+    sum_chunk = sums + ((first_sum + chunk_begin // BN) * H + h) * K
+
+    # all that the rows need of x in fp32 comes first, so that only its copy for the products lives on
+    x = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
+    scale = tl.full([BT], 1.0, tl.float32)
+    if UNIT:
+        scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + eps)
+    before = tl.zeros([BT], tl.float32)
+    off = tl.zeros([BT], tl.float32)
+    if CENTRED:
+        before = before_tile(x, sum_tile, tile_begin, length, H, K, BT, BN, BK) * scale
+        key_sum = tl.load(sum_chunk + cols, mask=cols < K, other=0.0)
+        off = tl.sum(x.to(tl.float32) * key_sum[None, :], 1) * scale / past
+
+    acc = tl.zeros([BT, BK], tl.float32)
+    if INITIAL | (chunk_begin > 0):  # before the first chunk of a sequence with no past there is nothing to read
+        acc = read_state(q + head, states + (chunk * H + h) * K * K, tile_begin, length, HQ, K, BT, BK, BS, DT, IP)
+        acc *= (scale * past)[:, None]
+    acc, m = read_keys(
+        acc, x, scale, before, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
+        CENTRED, BT, BN, BK, DT, IP,
+    )  # fmt: skip
+    if CENTRED:
+        acc += (off - m)[:, None] * tl.load(sum_chunk + cols, mask=cols < K, other=0.0)[None, :]
+        tl.store(means + (begin + rows) * HQ + hq, m, mask=rows < length)
+    acc /= t[:, None]
+    if not CORRECTION:
+        gate = tl.load(lam + (begin + rows) * HQ + hq, mask=rows < length, other=0.0).to(tl.float32)
+        acc *= -gate[:, None]
+        acc += load_rows(q + head, tile_begin, length, HQ, K, cols, BT, tl.float32) * scale[:, None]
+    store_rows(out + head, acc, tile_begin, length, HQ, K, cols, BT)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dq_kernel(
+    g, q, k, lam, means, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets,
+    dq, dlam, weighted, pulls, lift_q, lift_w,
+    N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, eps,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
+    BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """dq and dlam of one tile. For dk: w_t = u_t / (t |q_t|), what to take off k . q and k . w, and the pull."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    hq = pid // tiles
+    h = hq // (HQ // H)
+    n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
+        tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T, per_tiles, per_chunks, per_sums,
+        VARLEN, INITIAL, BT, S,
+    )  # fmt: skip
+    if n >= N:
+        return
+    rows = tile_begin + tl.arange(0, BT)
+    cols = tl.arange(0, BK)
+    valid = rows < length
+    t = (seen + rows + 1).to(tl.float32)
+    past = tl.maximum(seen + chunk_begin, 1).to(tl.float32)
+    head = (begin * HQ + hq) * K
+    per_row = (begin + rows) * HQ + hq
+    sum_tile = sums + ((first_sum + tile_begin // BN) * H + h) * K
+    sum_chunk = sums + ((first_sum + chunk_begin // BN) * H + h) * K
+
+    x = load_rows(g + head, tile_begin, length, HQ, K, cols, BT, DT)
+    before = tl.zeros([BT], tl.float32)
+    off = tl.zeros([BT], tl.float32)
+    if CENTRED:
+        before = before_tile(x, sum_tile, tile_begin, length, H, K, BT, BN, BK)
+        key_sum = tl.load(sum_chunk + cols, mask=cols < K, other=0.0)
+        off = tl.sum(x.to(tl.float32) * key_sum[None, :], 1) / past
+    acc = tl.zeros([BT, BK], tl.float32)
+    if INITIAL | (chunk_begin > 0):
+        acc = read_state(g + head, states + (chunk * H + h) * K * K, tile_begin, length, HQ, K, BT, BK, BS, DT, IP)
+        acc *= past
+    acc, m = read_keys(
+        acc, x, tl.full([BT], 1.0, tl.float32), before, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length,
+        H, K, CENTRED, BT, BN, BK, DT, IP,
+    )  # fmt: skip
+    if CENTRED:
+        acc += (off - m)[:, None] * tl.load(sum_chunk + cols, mask=cols < K, other=0.0)[None, :]
+    acc /= t[:, None]  # Sigma g
+
+    gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
+    q_tile = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, tl.float32)
+    scale = tl.full([BT], 1.0, tl.float32)
+    if UNIT:
+        scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
+    d_gate = -tl.sum(q_tile * acc, 1) * scale
+    tl.store(dlam + per_row, d_gate.to(dlam.dtype.element_ty), mask=valid)
+    weight = -gate * scale / t
+    mean = tl.zeros([BT], tl.float32)
+    if CENTRED:
+        mean = tl.load(means + per_row, mask=valid, other=0.0) / scale
+        tl.store(lift_q + per_row, mean, mask=valid)
+        tl.store(lift_w + per_row, weight * m, mask=valid)
+    acc = load_rows(g + head, tile_begin, length, HQ, K, cols, BT, tl.float32) - gate[:, None] * acc
+    if UNIT:
+        acc = scale[:, None] * acc - q_tile * (scale * scale * tl.sum(q_tile * acc, 1) * scale)[:, None]
+    store_rows(dq + head, acc, tile_begin, length, HQ, K, cols, BT)
+    pull = tl.sum(q_tile * (weight * m)[:, None], 0)
+    w = load_rows(g + head, tile_begin, length, HQ, K, cols, BT, tl.float32) * weight[:, None]
+    store_rows(weighted + head, w, tile_begin, length, HQ, K, cols, BT)
+    if CENTRED:
+        pull += tl.sum(w * mean[:, None], 0)
+        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def adjoint_kernel(
+    q, weighted, last, cu, sum_offsets, chunk_offsets, totals, states, first,
+    T, HQ, H, K, NSEG, BLOCKS, per_sums, per_chunks,
+    VARLEN: tl.constexpr, LAST: tl.constexpr, FIRST: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
+    S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """One block of R = sum (q u^T + u q^T) / t, from the sequence's end to its beginning, as states_kernel for C."""
+    pid = tl.program_id(0)
+    i, j = lower_block(pid % BLOCKS)
+    segment = (pid // BLOCKS) % NSEG
+    h = (pid // (BLOCKS * NSEG)) % H
+    n = pid // (BLOCKS * NSEG * H)
+    begin, length, _, first_chunk, c_begin, c_end = scan_bounds(
+        n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
+    )
+    col_i = i * BLK + tl.arange(0, BLK)
+    col_j = j * BLK + tl.arange(0, BLK)
+    nh = n.to(tl.int64) * H + h
+    block = col_i[:, None] * K + col_j[None, :]
+    mirror = col_j[:, None] * K + col_i[None, :]
+    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
+    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+
+    acc = tl.zeros([BLK, BLK], tl.float32)
+    if not TOTALS:
+        if LAST:  # dC_T + dC_T^T
+            acc += tl.load(last + nh * K * K + block, mask=inside, other=0.0)
+            acc += tl.trans(tl.load(last + nh * K * K + mirror, mask=mirrored, other=0.0))
+        if SEGMENTS:
+            for after in range(segment + 1, NSEG):
+                acc += tl.load(totals + (nh * NSEG + after) * K * K + block, mask=inside, other=0.0)
+
+    G = HQ // H
+    per_chunk = G * (S // BR)
+    for step in range((c_end - c_begin) * per_chunk):
+        c = c_end - 1 - step // per_chunk
+        inner = step % per_chunk
+        if not TOTALS:
+            if inner == 0:
+                at = ((first_chunk + c) * H + h) * K * K
+                tl.store(states + at + block, acc.to(states.dtype.element_ty), mask=inside)
+                if i != j:
+                    tl.store(states + at + mirror, tl.trans(acc).to(states.dtype.element_ty), mask=mirrored)
+        head = (begin * HQ + h * G + inner // (S // BR)) * K
+        row = c * S + (inner % (S // BR)) * BR
+        q_i = load_rows(q + head, row, length, HQ, K, col_i, BR, DT)
+        w_j = load_rows(weighted + head, row, length, HQ, K, col_j, BR, DT)
+        acc = tl.dot(tl.trans(q_i), w_j, acc, input_precision=IP)
+        w_i = load_rows(weighted + head, row, length, HQ, K, col_i, BR, DT)
+        q_j = load_rows(q + head, row, length, HQ, K, col_j, BR, DT)
+        acc = tl.dot(tl.trans(w_i), q_j, acc, input_precision=IP)
+
+    if TOTALS:
+        tl.store(totals + (nh * NSEG + segment) * K * K + block, acc, mask=inside)
+    if FIRST:
+        if segment == 0:
+            tl.store(first + nh * K * K + block, acc * 0.5, mask=inside)
+            if i != j:
+                tl.store(first + nh * K * K + mirror, tl.trans(acc) * 0.5, mask=mirrored)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dk_kernel(
+    q, weighted, k, k_rnorm, dk_bar, lift_q, lift_w, states, pulls, last_sum, cu, tile_offsets, chunk_offsets,
+    pull_offsets, dk,
+    N, T, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles,
+    UNIT: tl.constexpr, BAR: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, CENTRED: tl.constexpr,
+    PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """dk of one tile: R of the later chunks, and the queries of its own chunk that saw these keys."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    h = pid // tiles
+    n, begin, length, _, tile_begin, chunk_begin, chunk, pull0 = tile_bounds(
+        tile, cu, tile_offsets, chunk_offsets, pull_offsets, None, N, T, per_tiles, per_chunks, per_pulls,
+        VARLEN, False, BT, S,
+    )  # fmt: skip
+    if n >= N:
+        return
+    chunk_end = tl.minimum(chunk_begin + S, length)
+    local = tl.arange(0, BT)
+    cols = tl.arange(0, BK)
+    head = (begin * H + h) * K
+    G = HQ // H
+    acc = tl.zeros([BT, BK], tl.float32)
+    if LAST | (chunk_end < length):  # after the last chunk comes nothing
+        acc = read_state(k + head, states + (chunk * H + h) * K * K, tile_begin, length, H, K, BT, BK, BS, DT, IP)
+
+    keys = load_rows(k + head, tile_begin, length, H, K, cols, BT, DT)
+    steps = (chunk_end - tile_begin + BN - 1) // BN
+    for step in range(G * steps):
+        hq = h * G + step // steps
+        offset = (step % steps) * BN
+        late = tile_begin + offset + tl.arange(0, BN)
+        x_q = load_rows(q + (begin * HQ + hq) * K, tile_begin + offset, length, HQ, K, cols, BN, DT)
+        x_w = load_rows(weighted + (begin * HQ + hq) * K, tile_begin + offset, length, HQ, K, cols, BN, DT)
+        p_q = tl.dot(keys, tl.trans(x_q), input_precision=IP)
+        p_w = tl.dot(keys, tl.trans(x_w), input_precision=IP)
+        if CENTRED:
+            per_row = (begin + late) * HQ + hq
+            p_q -= tl.load(lift_q + per_row, mask=late < length, other=0.0)[None, :]
+            p_w -= tl.load(lift_w + per_row, mask=late < length, other=0.0)[None, :]
+        sees = offset + tl.arange(0, BN)[None, :] >= local[:, None]
+        acc = tl.dot(tl.where(sees, p_q, 0.0).to(DT), x_w, acc, input_precision=IP)
+        acc = tl.dot(tl.where(sees, p_w, 0.0).to(DT), x_q, acc, input_precision=IP)
+
+    if LAST | (chunk_end < length):
+        if CENTRED:  # the pull of all later chunks is that after the last tile of this one
+            at = ((pull0 + (chunk_end + PULL - 1) // PULL - 1) * HQ + h * G) * K
+            acc += tl.load(pulls + at + cols, mask=cols < K, other=0.0)[None, :]
+        elif LAST:
+            acc += tl.load(last_sum + (n.to(tl.int64) * H + h) * K + cols, mask=cols < K, other=0.0)[None, :]
+    if BAR:
+        acc += load_rows(dk_bar + head, tile_begin, length, H, K, cols, BT, tl.float32)
+    if UNIT:
+        kn = load_rows(k + head, tile_begin, length, H, K, cols, BT, tl.float32)
+        rows = tile_begin + local
+        r = tl.load(k_rnorm + (begin + rows) * H + h, mask=rows < length, other=0.0)
+        acc = r[:, None] * (acc - kn * tl.sum(kn * acc, 1)[:, None])
+    store_rows(dk + head, acc, tile_begin, length, H, K, cols, BT)
+
+
+class Grid:
+    """What every launch of one pass needs to know: sizes, tables of packed sequences, dtypes of products."""
+
+    def __init__(self, config: Config, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None):
+        batch, self.length, self.key_heads, self.size = k.shape
+        self.query_heads = q.shape[2]
+        self.block_k = block_size(self.size)
+        self.config = config
+        self.cu, self.count = cu_seqlens, count
+        # Triton's interpreter multiplies bf16 as if it were integers
+        self.product = tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
+        self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+        self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        cuts = (config.BT, config.S, config.BN)
+        self.per_tiles, self.per_chunks, self.per_sums = (triton.cdiv(self.length, cut) for cut in cuts)
+        if cu_seqlens is None:
+            self.tiles, self.chunks, self.sums = (batch * triton.cdiv(self.length, cut) for cut in cuts)
+            self.tables: tuple[Tensor | None, ...] = (None, None, None)
+        else:  # how many there are is known only on the device, and asking would wait: launch for the most there can be
+            self.tiles, self.chunks, self.sums = (self.length // cut + self.sequences for cut in cuts)
+            self.tables = tuple(offsets(cu_seqlens, cut) for cut in cuts)
+        self.tile_offsets, self.chunk_offsets, self.sum_offsets = self.tables
+        across = triton.cdiv(self.block_k, config.BLK)
+        self.blocks = across * (across + 1) // 2
+        # where heads and blocks are too few for the chip, a sequence is scanned in segments, their sums first
+        programs = self.sequences * self.key_heads * self.blocks
+        self.segments = max(1, min(MOST_SEGMENTS, 2 * processors(q.device) // programs, self.per_chunks))
+
+    def sizes(self) -> tuple[int, ...]:
+        """Arguments that the kernels over tiles share."""
+        return (
+            self.sequences, self.length, self.query_heads, self.key_heads, self.size,
+            self.per_tiles, self.per_chunks, self.per_sums, self.tiles,
+        )  # fmt: skip
+
+    def tile_options(self, centred: bool) -> dict:
+        c = self.config
+        return {
+            "VARLEN": self.cu is not None, "CENTRED": centred,
+            "BT": c.BT, "S": c.S, "BN": c.BN, "BK": self.block_k, "BS": c.BS,
+            "DT": self.product, "IP": self.precision, "num_warps": c.warps, "num_stages": c.stages,
+        }  # fmt: skip
+
+    def scan(self, launch, like: Tensor) -> None:
+        """Run a scan kernel: the sums of the segments first where there are several, then the states."""
+        c = self.config
+        several = self.segments > 1
+        shape = (self.sequences, self.key_heads, self.segments, self.size, self.size)
+        totals = like.new_empty(shape if several else 0, dtype=torch.float32)
+        sizes = (self.key_heads, self.size, self.segments, self.blocks, self.per_sums, self.per_chunks)
+        options = {
+            "VARLEN": self.cu is not None, "S": c.S, "BR": c.BR, "BLK": c.BLK,
+            "DT": self.product, "IP": self.precision, "num_warps": c.scan_warps, "num_stages": c.scan_stages,
+        }  # fmt: skip
+        programs = (self.sequences * self.key_heads * self.segments * self.blocks,)
+        if several:
+            launch(programs, totals, sizes, TOTALS=True, SEGMENTS=False, **options)
+        launch(programs, totals, sizes, TOTALS=False, SEGMENTS=several, **options)
+
+
+MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def block_size(key_size: int) -> int:
+    """BK: the smallest power of two that holds a key and that a product takes."""
+    return max(16, triton.next_power_of_2(key_size))
+
+
+def pick_grid(name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> Grid:
+    config = pick(name, q.dtype, block_size(q.shape[-1]), interpreted=not q.is_cuda)
+    return Grid(config, q, k, count, cu_seqlens)
+
+
+def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
+    """[N + 1] how many tiles of `size` tokens the sequences before each one have."""
+    tiles = (cu_seqlens.diff() + (size - 1)) // size
+    return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
+
+
+def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The key of the statistics and 1/|k| (k itself and nothing, without `norm`); the sums of BN keys each."""
+    k_bar = torch.empty_like(k) if norm else k
+    rnorm = k.new_empty(k.shape[:-1] if norm else 0, dtype=torch.float32)
+    key_sums = k.new_empty((grid.sums, grid.key_heads, grid.size) if sums else 0, dtype=torch.float32)
+    if norm or sums:
+        keys_kernel[(grid.sums * grid.key_heads,)](
+            k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
+            grid.sequences, grid.length, grid.key_heads, grid.size, grid.per_sums, EPS,
+            NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
+            num_warps=min(8, max(1, grid.config.BN * grid.block_k // 2048)),
+        )  # fmt: skip
+    return k_bar, rnorm, key_sums
+
+
+def run_sums(
+    grid: Grid, sums: Tensor, table: Tensor | None, per_sequence: int,
+    start: Tensor | None, end: Tensor | None, groups: int, reverse: bool,
+) -> None:  # fmt: skip
+    """In place: the sum of all entries before each one (after it, if `reverse`); that of all of them into `end`."""
+    columns = min(grid.block_k, 64)
+    sums_kernel[(grid.sequences * grid.key_heads, triton.cdiv(grid.size, columns))](
+        sums, start, end, table, grid.key_heads, grid.size, per_sequence, groups,
+        START=start is not None, END=end is not None, REVERSE=reverse, VARLEN=grid.cu is not None, BB=64, BC=columns,
+    )  # fmt: skip
+
+
+def key_states(
+    grid: Grid, k: Tensor, sums: Tensor, second_moment: Tensor | None, centred: bool, final: Tensor | None
+) -> Tensor:
+    """The covariance before each chunk; C after the last one into `final`."""
+    states = k.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
+
+    def launch(programs, totals, sizes, **options):
+        states_kernel[programs](
+            k, second_moment, grid.count, grid.cu, grid.sum_offsets, grid.chunk_offsets, sums, totals, states, final,
+            grid.length, *sizes, INITIAL=grid.count is not None, FINAL=final is not None and not options["TOTALS"],
+            CENTRED=centred, BN=grid.config.BN, **options,
+        )  # fmt: skip
+
+    grid.scan(launch, k)
+    return states
+
+
+def clean_tiles(
+    grid: Grid, q: Tensor, k: Tensor, lam: Tensor, states: Tensor, sums: Tensor,
+    centred: bool, unit: bool, output_correction: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q_clean, or y, from the states of `key_states`; and m_t, the mean of the scores."""
+    out = torch.empty_like(q, dtype=torch.float32 if output_correction else q.dtype)
+    means = q.new_empty(q.shape[:-1] if centred else 0, dtype=torch.float32)
+    clean_kernel[(grid.tiles * grid.query_heads,)](
+        q, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, *grid.sizes(), EPS,
+        UNIT=unit, INITIAL=grid.count is not None, CORRECTION=output_correction, **grid.tile_options(centred),
+    )  # fmt: skip
+    return out, means
+
+
+class Adjoint(NamedTuple):
+    """What the keys' gradient needs of the queries, from `dq_tiles`."""
+
+    weighted: Tensor  # [B, T, Hq, K] w_t = u_t / (t |q_t|)
+    pulls: Tensor  # [tiles, Hq, K] of the mean, tile by tile
+    lift_q: Tensor  # [B, T, Hq] to take off the scores k_j . q_t
+    lift_w: Tensor  # and k_j . w_t
+
+
+def dq_tiles(
+    grid: Grid, g: Tensor, q: Tensor, k: Tensor, lam: Tensor, means: Tensor, states: Tensor, sums: Tensor,
+    centred: bool, unit: bool,
+) -> tuple[Tensor, Tensor, Adjoint]:  # fmt: skip
+    """dq, dlam, and what the keys' gradient needs."""
+    dq, dlam = torch.empty_like(q), torch.empty_like(lam)
+    lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
+    pulls = q.new_empty((grid.tiles, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
+    adjoint = Adjoint(torch.empty_like(q, dtype=grid.state_dtype), pulls, *lifts)
+    dq_kernel[(grid.tiles * grid.query_heads,)](
+        g, q, k, lam, means, states, sums, grid.count, grid.cu, *grid.tables, dq, dlam, *adjoint, *grid.sizes(), EPS,
+        UNIT=unit, INITIAL=grid.count is not None, **grid.tile_options(centred),
+    )  # fmt: skip
+    return dq, dlam, adjoint
+
+
+def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
+    """R after each chunk, begun at `last`; half of what it is before the first one into `first`."""
+    states = q.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
+
+    def launch(programs, totals, sizes, **options):
+        adjoint_kernel[programs](
+            q, weighted, last, grid.cu, grid.sum_offsets, grid.chunk_offsets, totals, states, first,
+            grid.length, grid.query_heads, *sizes,
+            LAST=last is not None, FIRST=first is not None and not options["TOTALS"], **options,
+        )  # fmt: skip
+
+    grid.scan(launch, q)
+    return states
+
+
+def dk_tiles(
+    grid: Grid, pull_grid: Grid, q: Tensor, k: Tensor, k_rnorm: Tensor | None, dk_bar: Tensor | None,
+    adjoint: Adjoint, states: Tensor, last_sum: Tensor | None, centred: bool,
+) -> Tensor:  # fmt: skip
+    """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given."""
+    dk = torch.empty_like(k)
+    n, length, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles = grid.sizes()
+    dk_kernel[(tiles * key_heads,)](
+        q, adjoint.weighted, k, k_rnorm, dk_bar, adjoint.lift_q, adjoint.lift_w, states, adjoint.pulls, last_sum,
+        grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.tile_offsets, dk,
+        n, length, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_tiles, tiles,
+        UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, PULL=pull_grid.config.BT,
+        **grid.tile_options(centred),
+    )  # fmt: skip
+    return dk
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+    output_final_state: bool = True,
+    output_correction: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
+    q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
+        q, k, lam, second_moment, key_sum, count, cu_seqlens
+    )
+    grid = pick_grid("clean", q, k, count, cu_seqlens)
+    k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
+    final = empty_state(grid, k, output_final_state)
+    if centred or output_final_state:
+        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
+    states = key_states(grid, k_stat, sums, second_moment, centred, final[0])
+    out, means = clean_tiles(grid, q, k_stat, lam, states, sums, centred, normalize == "unit", output_correction)
+    return out, k_stat, k_rnorm, means, *final
+
+
+def backward(
+    g: Tensor,
+    dk_bar: Tensor | None,
+    d_second_moment: Tensor | None,
+    d_key_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,  # k_bar where normalize is "unit", else k as it came
+    k_rnorm: Tensor,
+    means: Tensor,
+    lam: Tensor,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dlam, and the gradients of the initial C and s."""
+    g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
+        g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens
+    )
+    d_second_moment, d_key_sum = contiguous(d_second_moment, d_key_sum)
+    grid = pick_grid("dq", q, k, count, cu_seqlens)
+    if (d_second_moment is None) != (d_key_sum is None):
+        zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
+        d_second_moment = zeros if d_second_moment is None else d_second_moment
+        d_key_sum = zeros[..., 0].contiguous() if d_key_sum is None else d_key_sum
+    k_stat, _, sums = prepare_keys(grid, k, normalize == "stats", centred)
+    if centred:
+        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, None, groups=1, reverse=False)
+    states = key_states(grid, k_stat, sums, second_moment, centred, None)
+    dq, dlam, adjoint = dq_tiles(grid, g, q, k_stat, lam, means, states, sums, centred, normalize == "unit")
+
+    first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
+    if centred:
+        groups = grid.query_heads // grid.key_heads
+        run_sums(grid, adjoint.pulls, grid.tile_offsets, grid.per_tiles, d_key_sum, first[1], groups, reverse=True)
+    elif first[1] is not None:
+        first = (first[0], first[1].zero_() if d_key_sum is None else d_key_sum.clone())
+    key_grid = pick_grid("dk", q, k, count, cu_seqlens)
+    states = adjoint_states(key_grid, q, adjoint.weighted, d_second_moment, first[0])
+    dk = dk_tiles(
+        key_grid, grid, q, k_stat, None if normalize == "none" else k_rnorm, dk_bar, adjoint, states, d_key_sum, centred
+    )  # fmt: skip
+    return dq, dk, dlam, *first
+
+
+def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if not wanted:
+        return None, None
+    shape = (grid.sequences, grid.key_heads, grid.size)
+    return like.new_empty(*shape, grid.size, dtype=torch.float32), like.new_empty(shape, dtype=torch.float32)
+
+
+def contiguous(*tensors: Tensor | None) -> list:
+    return [None if x is None else x.contiguous() for x in tensors]

@@ -1,0 +1,47 @@
+"""Settings of every test run."""
+
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: the kernels run here in Python
+
+from ccq.ops.backends import resolve
+
+# derandomized: a failure on one machine is a failure on all; no deadline: the machine may be busy; no explain phase: it
+# takes a minute where an example takes milliseconds
+PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
+settings.register_profile("ccq", derandomize=True, deadline=None, max_examples=25, phases=PHASES)
+settings.load_profile("ccq")
+
+
+@pytest.fixture
+def nan_in_fresh_memory():
+    """torch.empty holds NaN instead of what lay there, so that reading it before writing shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile without what other tests compiled: it gives up after eight variants of one function."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def no_triton(monkeypatch):
+    """A machine where the Triton kernels cannot run, whatever this one is."""
+    module = sys.modules[resolve.__module__]  # ccq.ops.backends is the function of that name
+    monkeypatch.setattr(module, "triton_refuses", lambda *_: "the test says so")
+    resolve.cache_clear()
+    yield
+    resolve.cache_clear()

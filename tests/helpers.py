@@ -1,0 +1,269 @@
+"""What the tests share: inputs drawn from a seed, the fp64 truth, one comparison, one table of tolerances.
+
+B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+from torch import Tensor
+
+import ccq
+import ccq.ops
+from ccq import CovarianceState
+
+BACKENDS = ("reference", "chunk")
+NORMALIZE = ("unit", "none", "stats")
+HALF = (torch.bfloat16, torch.float16)
+
+# Largest relative RMS error against the fp64 reference, by the dtype of the result.
+TOLERANCE = {
+    # n roundings of u = 2^-53 add up to about u sqrt(n): 3.5e-15 for a sum of 1000 tokens, and both sides round
+    torch.float64: 1e-14,
+    # u = 2^-24, sums of a chunk of 64 tokens, then of chunks: 5e-7; the truth is fp64 and does not round
+    torch.float32: 1e-6,
+    # fp32 inside, then one rounding of each element by at most 2^-8 or 2^-11: nothing correct errs more
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+}
+
+# keys: how many directions are ten times stronger than the rest, and the fraction of the energy in the mean
+DISTRIBUTIONS = {
+    "isotropic": (0, 0.0),
+    "few strong directions": (3, 0.0),
+    "half mean": (0, 0.5),
+    "strong mean": (0, 0.9),
+}
+
+
+def checked(function):
+    """The public function with the shapes of its signature checked at each call."""
+    return jaxtyped(typechecker=beartype)(function)
+
+
+clean_query = checked(ccq.clean_query)
+clean_query_step = checked(ccq.clean_query_step)
+correction = torch.no_grad()(
+    checked(ccq.ops.correction.__wrapped__)
+)  # jaxtyping does not see through no_grad's wrapper
+
+
+@dataclass
+class Case:
+    """Arguments of one call, and the cotangents of q_clean, k_bar, C_T and s_T."""
+
+    q: Tensor
+    k: Tensor
+    lam: Tensor
+    initial_state: CovarianceState | None
+    cu_seqlens: Tensor | None
+    cotangents: dict[str, Tensor]
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.lam
+
+    @property
+    def where(self) -> dict:
+        """The keyword arguments that say what the tokens follow."""
+        return {"initial_state": self.initial_state, "cu_seqlens": self.cu_seqlens}
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Everything a gradient flows to."""
+        named = {"q": self.q, "k": self.k, "lam": self.lam}
+        if self.initial_state is not None:
+            named |= {"initial C": self.initial_state.second_moment, "initial s": self.initial_state.key_sum}
+        return named
+
+    def map(self, function) -> Case:
+        """The case with `function` applied to each tensor a gradient flows to."""
+        state = self.initial_state
+        if state is not None:
+            state = CovarianceState(function(state.second_moment), function(state.key_sum), state.count)
+        return replace(self, q=function(self.q), k=function(self.k), lam=function(self.lam), initial_state=state)
+
+    def double(self) -> Case:
+        """The same numbers, in fp64."""
+        return replace(
+            self.map(torch.Tensor.double), cotangents={name: x.double() for name, x in self.cotangents.items()}
+        )
+
+    def leaves(self) -> Case:
+        """The same numbers, as fresh leaves that want a gradient."""
+        return self.map(lambda x: x.detach().clone().requires_grad_())
+
+    def tokens(self, begin: int, end: int) -> Case:
+        """Tokens begin to end - 1 of a case that is not packed, for what follows another state: it has none."""
+        cut = {name: x[:, begin:end] if name in ("q_clean", "k_bar") else x for name, x in self.cotangents.items()}
+        q, k, lam = (x[:, begin:end] for x in self.args)
+        return Case(q, k, lam, None, None, cut)
+
+
+def make_case(
+    B: int = 2,
+    T: int = 65,
+    Hq: int = 4,
+    Hk: int = 2,
+    K: int = 16,
+    *,
+    dtype: torch.dtype = torch.float64,
+    lam_dtype: torch.dtype | None = None,
+    keys: str = "isotropic",
+    scale: float = 1.0,
+    unit: bool = False,
+    state: bool = False,
+    lengths: list[int] | None = None,
+    seed: int = 0,
+) -> Case:
+    """Draw a case.
+
+    Args:
+        lam_dtype: that of the statistics unless given.
+        keys: one of DISTRIBUTIONS.
+        scale: the size of an element of q and k.
+        unit: divide q and k by their norms, as normalize="none" expects them.
+        state: begin with the statistics of 0, 3, 6, ... earlier unit keys.
+        lengths: pack sequences of these lengths; B and T follow from them.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    high = torch.float64 if dtype == torch.float64 else torch.float32
+    cu_seqlens = None
+    sequences = B
+    if lengths is not None:
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)])
+        sequences, B, T = len(lengths), 1, sum(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    strong, mean_energy = DISTRIBUTIONS[keys]
+    spread = torch.ones(K, dtype=torch.float64)
+    spread[:strong] = 10
+    spread *= (K / spread.square().sum()).sqrt()
+    basis = torch.linalg.qr(normal(Hk, K, K)).Q
+    mean = unit_vector(normal(Hk, K)) * K**0.5
+
+    def draw_keys(*shape: int) -> Tensor:  # [*shape, Hk, K]
+        noise = torch.einsum("...hk,hkl->...hl", normal(*shape, Hk, K) * spread, basis)
+        return scale * ((1 - mean_energy) ** 0.5 * noise + mean_energy**0.5 * mean)
+
+    q, k = scale * normal(B, T, Hq, K), draw_keys(B, T)
+    if unit:
+        q, k = unit_vector(q), unit_vector(k)
+    lam = torch.rand(B, T, Hq, generator=rng, dtype=torch.float64)
+    initial_state = None
+    if state:
+        count = torch.arange(sequences) * 3
+        earlier = unit_vector(draw_keys(sequences, int(count.max())))  # [N, t, Hk, K]
+        earlier = earlier * (torch.arange(earlier.shape[1]) < count[:, None])[..., None, None]
+        moment = torch.einsum("nthk,nthl->nhkl", earlier, earlier)
+        initial_state = CovarianceState(moment.to(high), earlier.sum(1).to(high), count)
+    cotangents = {
+        "q_clean": normal(B, T, Hq, K).to(dtype),
+        "k_bar": normal(B, T, Hk, K).to(dtype),
+        "C": normal(sequences, Hk, K, K).to(high),
+        "s": normal(sequences, Hk, K).to(high),
+    }
+    return Case(q.to(dtype), k.to(dtype), lam.to(lam_dtype or high), initial_state, cu_seqlens, cotangents)
+
+
+def unit_vector(x: Tensor) -> Tensor:
+    """The contract's x * rsqrt(sum x^2 + 1e-6), in the dtype of x."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gradients(case: Case, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """d(sum of outputs times their cotangents) / d(each input), where `case` holds the leaves."""
+    outputs = {name: x for name, x in outputs.items() if x.requires_grad}  # the state of no tokens is a constant
+    grads = torch.autograd.grad(
+        list(outputs.values()),
+        list(case.inputs.values()),
+        [case.cotangents[name] for name in outputs],
+        materialize_grads=True,
+    )
+    return {f"gradient of {name}": grad for name, grad in zip(case.inputs, grads, strict=True)}
+
+
+def results(case: Case, backend: str, **options) -> dict[str, Tensor]:
+    """All that comes out of the operator: q_clean, k_bar, the final C, s and count, y, and every gradient."""
+    leaves = case.leaves()
+    q_clean, k_bar, state = clean_query(
+        *leaves.args, **leaves.where, output_final_state=True, backend=backend, **options
+    )
+    outputs = {"q_clean": q_clean, "k_bar": k_bar, "C": state.second_moment, "s": state.key_sum}
+    y = correction(case.q, case.k, **case.where, backend=backend, **options)
+    return {**outputs, "count": state.count, "y": y, **gradients(leaves, outputs)}
+
+
+def truth(case: Case, *, centred: bool = True, normalize: str = "unit", k_bar: Tensor | None = None) -> dict:
+    """`results` of the reference in fp64.
+
+    With `k_bar`, as it came back in half precision, that is the key of the statistics; its rounding has no gradient.
+    """
+    case = case.double()
+    if k_bar is None:
+        return results(case, "reference", centred=centred, normalize=normalize)
+    assert normalize == "unit", "k_bar is k itself otherwise"
+    leaves = case.leaves()
+    q, k = unit_vector(leaves.q), unit_vector(leaves.k)
+    k = k + (k_bar.double() - k).detach()
+    options = {**leaves.where, "centred": centred, "normalize": "none", "backend": "reference"}
+    q_clean, _, state = clean_query(q, k, leaves.lam, output_final_state=True, **options)
+    outputs = {"q_clean": q_clean, "k_bar": k, "C": state.second_moment, "s": state.key_sum}
+    y = correction(q, k, **options)
+    return {**outputs, "count": state.count, "y": y, **gradients(leaves, outputs)}
+
+
+def uncancelled(case: Case, *, normalize: str = "unit", **_) -> dict[str, Tensor]:
+    """The size of y, and of the gradient of lam made of it, before the mean is taken away: C_t q / t."""
+    case = case.double()
+    y = correction(case.q, case.k, **case.where, centred=False, normalize=normalize, backend="reference")
+    return {"y": y, "gradient of lam": (y * case.cotangents["q_clean"]).sum(-1)}
+
+
+def error(ref: Tensor, got: Tensor, scale: Tensor | None = None) -> float:
+    """||got - ref|| / ||scale||, in fp64; `scale` is ref unless given."""
+    size = (ref if scale is None else scale).double().norm()
+    distance = (got.double() - ref.double()).norm()
+    return 0.0 if distance == 0 else (distance / size).item()
+
+
+def assert_close(name: str, ref: Tensor, got: Tensor, ratio: float, scale: Tensor | None = None) -> None:
+    """Fail unless the relative RMS error is within `ratio`. NaN and inf fail; so does another shape."""
+    ref, got = ref.detach(), got.detach()
+    assert got.shape == ref.shape, f"{name}: expected shape {tuple(ref.shape)}, got {tuple(got.shape)}"
+    if ref.numel() == 0:
+        return
+    assert got.isfinite().all(), f"{name}: {(~got.isfinite()).sum()} of {got.numel()} elements are NaN or infinite"
+    relative = error(ref, got, scale)
+    rms = (ref if scale is None else scale).double().square().mean().sqrt().item()
+    message = f"{name}: relative RMS error {relative:.2e} of magnitude {rms:.2e}, allowed {ratio:.2e}"
+    print(message)
+    assert relative <= ratio, message
+
+
+def assert_same_results(ref: dict, got: dict, scale: dict | None = None) -> None:
+    """Compare two `results` on the magnitude of `scale` where it has one.
+
+    The tolerance of each tensor is that of its dtype, or of the statistics where they are coarser (an fp64 lam).
+    """
+    assert ref.keys() == got.keys()
+    inside = TOLERANCE[got["C"].dtype]
+    for name in ref:
+        if name == "count":
+            assert torch.equal(ref[name], got[name]), f"count: expected {ref[name]}, got {got[name]}"
+        else:
+            assert_close(name, ref[name], got[name], max(inside, TOLERANCE[got[name].dtype]), (scale or {}).get(name))
+
+
+def assert_same_state(ref: CovarianceState, got: CovarianceState) -> None:
+    assert torch.equal(ref.count, got.count), f"count: expected {ref.count}, got {got.count}"
+    for name in ("second_moment", "key_sum"):
+        x = getattr(got, name)
+        assert_close(name, getattr(ref, name), x, TOLERANCE[x.dtype])

@@ -1,0 +1,293 @@
+"""The Triton kernels against the fp64 reference: interpreted on a CPU at small sizes, on a GPU at real ones.
+
+Interpreted, the tiles are 16 tokens and the chunks 32, so that 70 tokens already cross every kind of border.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import (
+    DISTRIBUTIONS,
+    NORMALIZE,
+    TOLERANCE,
+    Case,
+    assert_close,
+    assert_same_results,
+    clean_query,
+    clean_query_step,
+    correction,
+    error,
+    make_case,
+    results,
+    truth,
+    uncancelled,
+    unit_vector,
+)
+
+from ccq import CovarianceState
+from ccq.ops import BackendUnavailableError, chunk
+from ccq.ops.backends import resolve
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+from ccq.ops import fused
+from ccq.ops.configs import PASSES, candidates
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
+on_gpu = pytest.mark.gpu
+
+SHAPES = [
+    {"T": 70, "B": 2, "Hq": 2, "Hk": 1, "K": 16},
+    {"T": 33, "B": 1, "Hq": 2, "Hk": 2, "K": 33},
+    {"T": 1, "B": 1, "Hq": 1, "Hk": 1, "K": 7},
+    {"lengths": [0, 40, 3, 0, 0, 17, 0], "Hq": 2, "Hk": 1, "K": 16},
+]
+MODES = [{"normalize": n, "centred": c} for n, c in (("unit", True), ("stats", True), ("none", False), ("unit", False))]
+
+
+@interpreted
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+@pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
+def test_interpreted_kernels_match_reference(shape, state):
+    mode = MODES[(shape + 2 * state) % len(MODES)]  # every mode with every kind of shape would take minutes
+    case = make_case(**SHAPES[shape], state=state, dtype=torch.float32, unit=mode["normalize"] == "none")
+    assert_same_results(truth(case, **mode), results(case, "triton", **mode), uncancelled(case, **mode))
+
+
+@interpreted
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("keys", ["few strong directions", "strong mean"])
+def test_interpreted_kernels_match_reference_in_fp16(keys):
+    case = make_case(T=50, B=1, Hq=1, Hk=1, K=16, dtype=torch.float16, keys=keys)
+    got = results(case, "triton")
+    assert_same_results(truth(case, k_bar=got["k_bar"]), got, uncancelled(case))
+
+
+@interpreted
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_interpreted_step_matches_reference(normalize, heads):
+    case = make_case(T=3, Hq=heads[0], Hk=heads[1], K=40, state=True, dtype=torch.float32, unit=normalize == "none")
+    options = {"normalize": normalize, "inplace": True}
+    ref, got = case.initial_state.clone(), case.initial_state.clone()
+    for t in range(3):
+        token = [x[:, t] for x in case.args]
+        ref_q, ref_k, _ = clean_query_step(*token, ref, **options, backend="reference")
+        q_clean, k_bar, same = clean_query_step(*token, got, **options, backend="triton")
+        assert same is got
+        assert_close("q_clean", ref_q, q_clean, TOLERANCE[torch.float32])
+        assert_close("k_bar", ref_k, k_bar, TOLERANCE[torch.float32])
+        assert torch.equal(ref.count, got.count)
+    assert_close("second_moment", ref.second_moment, got.second_moment, TOLERANCE[torch.float32])
+    assert_close("key_sum", ref.key_sum, got.key_sum, TOLERANCE[torch.float32])
+
+
+@interpreted
+def test_step_reads_the_symmetric_part():
+    case = make_case(T=1, state=True, dtype=torch.float32)
+    state = case.initial_state
+    state.second_moment.add_(torch.randn(state.second_moment.shape, generator=torch.Generator().manual_seed(0)))
+    token = [x[:, 0] for x in case.args]
+    ref = clean_query_step(*token, state, backend="reference")[0]
+    got = clean_query_step(*token, state, backend="triton")[0]
+    assert_close("q_clean", ref, got, TOLERANCE[torch.float32])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("changed", "why"), [({"dtype": torch.float64}, "float64"), ({"dtype": torch.float32, "K": 257}, "257")], ids=str
+)
+def test_kernels_refuse_what_they_cannot_hold(changed, why):
+    case = make_case(B=1, T=2, Hq=1, Hk=1, **changed)
+    with pytest.raises(BackendUnavailableError, match=why):
+        clean_query(*case.args, backend="triton")
+
+
+@interpreted
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    resolve.cache_clear()
+    case = make_case(B=1, T=2, dtype=torch.float32)
+    with pytest.raises(BackendUnavailableError, match="cpu are not on an NVIDIA GPU"):
+        clean_query(*case.args, backend="triton")
+    resolve.cache_clear()
+
+
+# On a GPU
+
+
+def to_gpu(case: Case) -> Case:
+    state = case.initial_state
+    moved = case.map(torch.Tensor.cuda)
+    if state is not None:
+        moved = replace(moved, initial_state=state.to("cuda"))
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
+    return replace(moved, cu_seqlens=cu_seqlens, cotangents={n: x.cuda() for n, x in case.cotangents.items()})
+
+
+def truth_on_gpu(case: Case, k_bar: torch.Tensor | None, **mode) -> dict:
+    """`truth`, by the chunkwise backend in fp64, which the suite proves equal to the reference."""
+    case = case.double().leaves()
+    q, k = case.q, case.k
+    if k_bar is not None:
+        q, k = unit_vector(q), unit_vector(k)
+        k = k + (k_bar.double() - k).detach()
+        mode = {**mode, "normalize": "none"}
+    options = {**case.where, **mode, "backend": "chunk"}
+    q_clean, k_out, state = clean_query(q, k, case.lam, output_final_state=True, **options)
+    outputs = {"q_clean": q_clean, "k_bar": k_out, "C": state.second_moment, "s": state.key_sum}
+    grads = torch.autograd.grad(
+        list(outputs.values()), list(case.inputs.values()), [case.cotangents[n] for n in outputs]
+    )
+    y = correction(q.detach(), k.detach(), **options)
+    named = {f"gradient of {n}": g for n, g in zip(case.inputs, grads, strict=True)}
+    return {**outputs, "count": state.count, "y": y, **named}
+
+
+# Largest relative RMS error of the kernels, products in the dtype: half a step of bf16 is 2^-9, and a score that passed
+# two products carries three such roundings; fp32 goes through three tf32 products, fp16 through one (10 bits)
+GPU_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.5e-3, torch.float32: 5e-6}
+GPU_SHAPES = [
+    {"T": 1000, "B": 2, "Hq": 6, "Hk": 6, "K": 256},
+    {"T": 65, "B": 3, "Hq": 4, "Hk": 2, "K": 128},
+    {"T": 515, "B": 1, "Hq": 6, "Hk": 1, "K": 96},
+    {"T": 64, "B": 1, "Hq": 2, "Hk": 2, "K": 16},
+    {"lengths": [0, 700, 3, 0, 0, 129, 64, 0], "Hq": 4, "Hk": 2, "K": 64},
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", GPU_TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", range(len(GPU_SHAPES)))
+@pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
+def test_kernels_match_fp64(dtype, shape, state):
+    mode = MODES[(shape + 2 * state) % len(MODES)]
+    unit = mode["normalize"] == "none"
+    case = to_gpu(make_case(**GPU_SHAPES[shape], state=state, dtype=dtype, unit=unit))
+    got = results(case, "triton", **mode)
+    rounded = mode["normalize"] == "unit" and dtype != torch.float32
+    ref = truth_on_gpu(case, got["k_bar"] if rounded else None, **mode)
+    y = correction(
+        *(x.double() for x in (case.q, case.k)), **case.double().where, backend="chunk", **mode | {"centred": False}
+    )
+    scale = {"y": y, "gradient of lam": (y * case.cotangents["q_clean"].double()).sum(-1)}
+    for name, x in ref.items():
+        if name == "count":
+            assert torch.equal(x, got[name])
+        else:
+            assert_close(name, x, got[name], GPU_TOLERANCE[dtype], scale.get(name))
+
+
+@on_gpu
+@pytest.mark.parametrize("keys", DISTRIBUTIONS)
+def test_bf16_correction_errs_by_no_more_than_its_roundings(keys):
+    """At most twice what rounding q, k and the scores to bf16 costs, and 5e-3 of |C q| / t; y = 0 is far outside."""
+    case = to_gpu(make_case(B=1, T=2048, Hq=2, Hk=2, K=256, dtype=torch.bfloat16, keys=keys))
+    k_bar = clean_query(*case.args, backend="triton")[1].double()
+    q = unit_vector(case.q.double())
+    ref = correction(q, k_bar, normalize="none", backend="chunk")
+    scale = correction(q, k_bar, normalize="none", centred=False, backend="chunk")
+    got = correction(case.q, case.k, backend="triton")
+    off = error(ref, got, scale)
+    rounded = error(ref, chunk_with_rounded_scores(q.bfloat16(), k_bar.float()), scale)
+    assert off <= min(2 * rounded, 5e-3), f"error {off:.2e}, roundings alone {rounded:.2e}"
+    assert error(ref, torch.zeros_like(got), scale) > 5e-2, "y = 0 must not pass"
+
+
+def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The chunkwise algorithm with q, k and the scores in bf16 and states in fp32."""
+    keys = chunk.chunk_keys(k, None, None, None, None)
+    x = chunk.to_grouped_chunks(q.float(), keys)
+    p = chunk.scores(keys, x).bfloat16().float()
+    y = (p.flatten(2, 3) @ keys.k + x.flatten(2, 3) @ keys.before).view_as(x) / keys.t
+    m = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
+    return chunk.from_grouped_chunks(y - m / keys.t * keys.key_sum, keys, q.shape[0])
+
+
+@on_gpu
+def test_equal_inputs_give_equal_bits():
+    case = to_gpu(make_case(B=2, T=1000, Hq=6, Hk=6, K=256, dtype=torch.bfloat16, state=True))
+    ref = results(case, "triton")
+    for _ in range(30):
+        got = results(case, "triton")
+        for name, x in ref.items():
+            assert torch.equal(x, got[name]), name
+
+
+@on_gpu
+@pytest.mark.parametrize("name", PASSES)
+def test_every_config_gives_the_same_numbers(name, monkeypatch):
+    case = to_gpu(make_case(B=1, T=700, Hq=4, Hk=2, K=256, dtype=torch.bfloat16))
+    ref = results(case, "triton")
+    pick = fused.pick
+    tried = 0
+    for config in candidates(name, torch.bfloat16, 256):
+        monkeypatch.setattr(fused, "pick", lambda n, *a, c=config, **k: c if n == name else pick(n, *a, **k))
+        got = results(case, "triton")
+        tried += 1
+        for key, x in ref.items():
+            if key != "count":
+                assert_close(f"{config} {key}", x, got[key], GPU_TOLERANCE[torch.bfloat16])
+    assert tried > 1
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"B": 1, "T": 70_000, "H": 1, "K": 64},  # over 65,536 tokens
+        {"B": 600, "T": 64, "H": 128, "K": 16},  # over 65,535 programs
+        {"B": 1, "T": 1_500_000, "H": 6, "K": 256},  # offsets past 2^31
+    ],
+    ids=str,
+)
+def test_long_shapes(shape):
+    B, T, H, K = (shape[x] for x in "BTHK")
+    rng = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(B, T, H, K, device="cuda", dtype=torch.bfloat16, generator=rng) for _ in range(2))
+    lam = torch.rand(B, T, H, device="cuda", generator=rng)
+    with torch.no_grad():
+        q_clean, k_bar, state = clean_query(q, k, lam, output_final_state=True, backend="triton")
+    tail = 64
+    before = CovarianceState(  # the last sequence up to its tail, in fp64
+        torch.stack([k_bar[-1, : T - tail, h].double().T @ k_bar[-1, : T - tail, h].double() for h in range(H)])[None],
+        k_bar[-1, : T - tail].double().sum(0)[None],
+        torch.tensor([T - tail], device="cuda"),
+    )
+    q_unit = unit_vector(q[-1:, T - tail :].double())
+    ref, _, final = clean_query(
+        q_unit, k_bar[-1:, T - tail :].double(), lam[-1:, T - tail :], normalize="none", initial_state=before,
+        output_final_state=True, backend="chunk",
+    )  # fmt: skip
+    assert_close("q_clean", ref, q_clean[-1:, T - tail :], GPU_TOLERANCE[torch.bfloat16])
+    assert_close("C", final.second_moment, state.second_moment[-1:], 1e-5)
+    assert state.count.tolist() == [T] * B
+
+
+@on_gpu
+def test_step_under_a_cuda_graph_continues_prefill():
+    case = to_gpu(make_case(B=3, T=40, Hq=6, Hk=6, K=256, dtype=torch.bfloat16))
+    whole = clean_query(*case.args, output_final_state=True, backend="triton")
+    state = clean_query(*(x[:, :20] for x in case.args), output_final_state=True, backend="triton")[2]
+    token = [x[:, 20].clone() for x in case.args]
+    with torch.no_grad():
+        clean_query_step(*token, state.clone(), inplace=True, backend="triton")  # compile outside the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            q_clean, _, _ = clean_query_step(*token, state, inplace=True, backend="triton")
+    state_before = clean_query(*(x[:, :20] for x in case.args), output_final_state=True, backend="triton")[2]
+    for name in ("second_moment", "key_sum", "count"):
+        getattr(state, name).copy_(getattr(state_before, name))
+    for t in range(20, 40):
+        for x, y in zip(token, case.args, strict=True):
+            x.copy_(y[:, t])
+        graph.replay()
+        assert_close("q_clean", whole[0][:, t], q_clean, GPU_TOLERANCE[torch.bfloat16])
+    assert_close("C", whole[2].second_moment, state.second_moment, 1e-5)
+    assert torch.equal(whole[2].count, state.count)

@@ -1,0 +1,37 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ccq.ops import chunk
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "operator_cpu.py"
+
+
+@pytest.fixture(scope="module")
+def operator_cpu():
+    spec = importlib.util.spec_from_file_location("operator_cpu", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_flop_formulas_are_what_the_chunkwise_backend_does(operator_cpu):
+    length = 4 * chunk.CHUNK
+    q, k, lam = operator_cpu.inputs(length)
+    options = (lam, None, None, None, None, True, "unit")
+    with FlopCounterMode(display=False) as forward:
+        _, k_bar, k_rnorm, means, _, _ = chunk.forward(q, k, *options)
+    with FlopCounterMode(display=False) as backward:
+        chunk.backward(torch.randn_like(q), None, None, None, q, k_bar, k_rnorm, means, *options)
+    assert forward.get_total_flops() == operator_cpu.flop("chunk", length, backward=False)
+    assert forward.get_total_flops() + backward.get_total_flops() == operator_cpu.flop("chunk", length, backward=True)
+
+
+@pytest.mark.parametrize("energy", [0.0, 0.5, 0.9])
+def test_mean_energy_is_what_it_says(operator_cpu, energy):
+    _, k, _ = operator_cpu.inputs(2000, mean_energy=energy)
+    kn = torch.nn.functional.normalize(k, dim=-1)
+    assert kn.mean(1).square().sum(-1).tolist()[0] == pytest.approx([energy] * k.shape[2], abs=0.02)

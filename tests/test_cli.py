@@ -1,0 +1,95 @@
+import subprocess
+import sys
+import types
+
+import pytest
+
+import ccq
+from ccq import cli
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Register a function as the command "made-up" by the one line that a real one takes."""
+
+    def register(function):
+        module = types.ModuleType("made_up_command")
+        module.run = function
+        monkeypatch.setitem(sys.modules, "made_up_command", module)
+        monkeypatch.setitem(cli.COMMANDS, "made-up", ("made_up_command:run", "for this test"))
+
+    return register
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"ccq {ccq.__version__}\n"
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["docter"])
+    assert stop.value.code == 2
+    assert "unknown command 'docter'. Did you mean 'doctor'?" in capsys.readouterr().err
+
+
+def test_no_command_shows_all_of_them(capsys):
+    assert cli.main([]) == 2
+    help_text = capsys.readouterr().err
+    assert all(name in help_text for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: ccq {name} ")
+
+
+def test_command_gets_its_arguments_and_sets_the_exit_code(command):
+    seen = []
+    command(lambda arguments: seen.extend(arguments) or 7)
+    assert cli.main(["made-up", "--version", "-x", "y"]) == 7
+    assert seen == ["--version", "-x", "y"]
+
+
+def test_interrupt_exits_130_without_traceback(command, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert cli.main(["made-up"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_missing_extra_is_named(command, capsys, monkeypatch):
+    def draw(arguments):
+        import matplotlib.figure  # noqa: F401
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    command(draw)
+    assert cli.main(["made-up"]) == 1
+    assert "pip install 'ccq[eval]'" in capsys.readouterr().err
+
+
+def test_other_missing_modules_are_not_hidden(command):
+    def broken(arguments):
+        import no_such_module_anywhere  # noqa: F401
+
+    command(broken)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        cli.main(["made-up"])
+
+
+def test_doctor_runs_as_a_module_without_rich_or_matplotlib():
+    code = (
+        "import runpy, sys; sys.modules.update(rich=None, matplotlib=None, triton=None, fla=None, transformers=None); "
+        "sys.argv = ['ccq', 'doctor']; runpy.run_module('ccq', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'What runs with backend="auto"' in done.stdout

@@ -1,0 +1,98 @@
+import contextlib
+import io
+import json
+import xml.etree.ElementTree
+
+import pytest
+import torch
+
+import ccq
+from ccq import demo
+
+OFF, INSIDE, DISJOINT = range(3)
+BACKEND = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
+
+
+def closed_form(memory: demo.Memory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Margins and ranks from Sigma written out in fp64, with no operator in between: [regimes, lam]."""
+    k, q = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (memory.keys, memory.query))
+    margins, ranks = [], []
+    for keys, query in zip(k, q, strict=True):
+        centred = keys - keys.mean(0)
+        sigma = centred.T @ centred / len(keys)
+        for lam in demo.LAM:
+            scores = keys @ (query - lam * (sigma @ query))
+            others = torch.cat([scores[: demo.NEEDLE], scores[demo.NEEDLE + 1 :]])
+            margins.append(scores[demo.NEEDLE] - others.max())
+            ranks.append(1 + (others > scores[demo.NEEDLE]).sum())
+    shape = (len(demo.REGIMES), len(demo.LAM))
+    return torch.stack(margins).view(shape), torch.stack(ranks).view(shape)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_margins_equal_the_closed_form(seed):
+    memory = demo.make_memory(seed)
+    result = demo.clean(memory)
+    margin, rank = closed_form(memory)
+    torch.testing.assert_close(result.margin.double(), margin, rtol=0, atol=2e-6)
+    assert torch.equal(result.rank, rank)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_needle_wins_where_it_should_and_only_there(seed):
+    margin = demo.clean(demo.make_memory(seed)).margin
+    assert margin[OFF, 0] < 0 < margin[OFF, -1]
+    assert margin[INSIDE, -1] < 0 < margin[INSIDE, 0]
+    assert abs(margin[DISJOINT, -1] - margin[DISJOINT, 0]) < 0.02
+
+
+def test_margin_grows_with_lam_in_the_favourable_regime_and_falls_in_the_other():
+    steps = demo.clean(demo.make_memory(0)).margin.diff(dim=1)
+    assert (steps[OFF] > 0).all()
+    assert (steps[INSIDE] < 0).all()
+
+
+def test_covariance_has_two_dominant_directions():
+    spectrum = demo.clean(demo.make_memory(0)).spectrum[OFF]
+    assert spectrum[0] > 2 * spectrum[1] > 10 * spectrum[2]
+    assert 0 < spectrum.sum() < 1  # unit keys, less their mean
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run, its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("demo") / "not" / "there"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert demo.main(["--out", str(folder), "--seed", "3"]) == 0
+    return folder, text.getvalue()
+
+
+def test_figures_are_there(run):
+    folder, _ = run
+    assert (folder / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "scores.png").stat().st_size > 20_000
+    assert xml.etree.ElementTree.parse(folder / "scores.svg").getroot().tag.endswith("svg")
+
+
+def test_json_holds_the_closed_form(run):
+    parts = json.loads((run[0] / "scores.json").read_text())
+    margin, rank = closed_form(demo.make_memory(3))
+    assert parts["seed"] == 3
+    assert list(parts["regimes"]) == list(demo.REGIMES)
+    for r, regime in enumerate(parts["regimes"].values()):
+        assert regime["margin"] == pytest.approx(margin[r].tolist(), abs=3e-6)
+        assert regime["rank"] == rank[r].tolist()
+        assert len(regime["scores_before"]) == len(regime["scores_after"]) == parts["tokens"]
+
+
+def test_same_seed_same_json(run):
+    again = demo.as_dict(demo.clean(demo.make_memory(3)), 3, BACKEND)
+    assert json.loads((run[0] / "scores.json").read_text()) == again
+
+
+def test_text_is_honest_and_names_the_backend(run):
+    text = " ".join(run[1].split())
+    assert "constructed example" in text
+    assert "cleaning does harm" in text
+    assert f"backend {BACKEND!r}" in text
+    assert "needle off the" in text

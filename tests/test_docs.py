@@ -1,0 +1,59 @@
+"""What the documentation says is run: its code, the examples in docstrings, its numbers, its links."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import ccq
+from ccq import demo
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """The ```python blocks, each with the number of its first line."""
+    text = page.read_text()
+    blocks = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text[: block.start(1)].count("\n"), block[1]) for block in blocks]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_on_the_page_runs(page, capsys):
+    names: dict = {"__name__": "page"}  # blocks of one page continue each other
+    blocks = python_blocks(page)
+    assert blocks, "a page without code: drop it from PAGES"
+    for line, source in blocks:
+        exec(compile("\n" * line + source, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("name", ["ccq.ops", "ccq.ops.backends", "ccq.ops.state", "ccq.ops.step"])
+def test_docstring_examples_run(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch, "ccq": ccq})
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_table_is_what_the_demo_computes():
+    result = demo.clean(demo.make_memory(0))
+    readme = (ROOT / "README.md").read_text()
+    for lam in (0, 0.5, 1):
+        at = demo.LAM.index(lam)
+        cells = [f"{result.margin[r, at]:+.2f} ({result.rank[r, at]})" for r in range(len(demo.REGIMES))]
+        assert f"| {lam:g} | {' | '.join(cells)} |" in readme
+
+
+def test_citation_names_this_version():
+    assert f"\nversion: {ccq.__version__}\n" in (ROOT / "CITATION.cff").read_text()
