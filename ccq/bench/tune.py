@@ -50,13 +50,11 @@ class Case:
             self.inputs = {key: self.scan(name, config)()}
         if name == "dk":
             states = self.inputs[key]
-            pulls = self.q.new_ones(grid.tiles, grid.query_heads, grid.size, dtype=torch.float32)
+            pulls = self.q.new_ones(grid.sums, grid.query_heads, grid.size, dtype=torch.float32)
             adjoint = fused.Adjoint(self.g, pulls, self.lam, self.lam)
             return lambda: fused.dk_tiles(grid, grid, self.q, self.k, self.lam, self.g, adjoint, states, None, True)
         states, sums = self.inputs[key]
-        if name == "clean":
-            return lambda: fused.clean_tiles(grid, self.q, self.k, self.lam, states, sums, True, True, False)
-        return lambda: fused.dq_tiles(grid, self.g, self.q, self.k, self.lam, self.lam, states, sums, True, True)
+        return lambda: fused.read_tiles(grid, self.q, self.k, self.lam, states, sums, True, True, self.q.dtype)
 
 
 def stages(name: str, dtype: torch.dtype, block_k: int) -> list[tuple[str, str, Config]]:

@@ -114,7 +114,7 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
 def check_values(
     lam: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, length: int, state: str = "initial_state"
 ) -> None:
-    """Raise on values no sequence can have; `state` is what the caller calls it. NaN passes, and shows in the output."""
+    """Raise on values no sequence can have; `state` is what the caller calls it. NaN passes and shows in the output."""
     if lam.is_meta or (lam.device.type != "cpu" and os.environ.get("CCQ_CHECK") != "1"):
         return
     if torch._C._functorch.is_batchedtensor(lam):  # under vmap no value can be looked at

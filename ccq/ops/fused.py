@@ -10,7 +10,8 @@ off the scores before they are rounded, and a state is stored divided by n: it n
 it no bits. m_t comes from the row sums of scores that are there anyway: centring needs no product of its own.
 
     forward    keys (k_bar, 1/|k|, sums) -> running sums -> states -> clean
-    backward   key sums, running sums, states -> dq (dlam, w_t, pulls) -> running pulls, adjoint states -> dk
+    backward   keys, running sums, states -> Sigma g -> finish (dq, dlam, w_t, pulls) -> running pulls -> adjoint
+               states -> dk
 
 Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
 are no atomics: equal inputs give equal bits. Offsets inside a tile are 32 bits, those of tiles 64.
@@ -274,16 +275,46 @@ def read_state(base, state, first, length, H, K, BT: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
-def before_tile(x, sums, tile_begin, length, H, K, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """x_t . s for the key sum before each row's own BN keys."""
+def load_sums(sum_chunk, chunk_begin, tile_begin, length, H, K, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+              DT: tl.constexpr):  # fmt: skip
+    """The key sums before each BN rows of a tile and before its chunk, [16, BK], to be used in products.
+
+    Rows 2v and 2v + 1 hold sum v in two parts, so that half-precision products keep its bits; the chunk's is the last
+    and stands there twice, for `outer_sum`.
+    """
+    OWN: tl.constexpr = BT // BN
+    row = tl.arange(0, 16)
     cols = tl.arange(0, BK)
+    v = tl.minimum(row // 2, OWN)
+    own = v < OWN
+    at = tl.where(own, (tile_begin - chunk_begin) // BN + v, 0) * (H * K)
+    there = (row < 2 * OWN + 4) & (~own | (tile_begin + v * BN < length))
+    x = tl.load(sum_chunk + at[:, None] + cols[None, :], mask=there[:, None] & (cols < K)[None, :], other=0.0)
+    head = x.to(tl.bfloat16).to(tl.float32)
+    return tl.where((row % 2 == 0)[:, None], head, x - head).to(DT)
+
+
+@triton.jit
+def row_sums(x, sums, BT: tl.constexpr, BN: tl.constexpr, IP: tl.constexpr):
+    """x_t . s for the key sum before each row's own BN keys, and for that before the chunk."""
+    OWN: tl.constexpr = BT // BN
+    v = tl.arange(0, 16) // 2
+    products = tl.dot(x, tl.trans(sums), input_precision=IP)  # [BT, 16]
     block = tl.arange(0, BT) // BN
-    before = tl.zeros([BT], tl.float32)
-    for b in tl.static_range(BT // BN):
-        mask = (cols < K) & (tile_begin + b * BN < length)
-        key_sum = tl.load(sums + b * H * K + cols, mask=mask, other=0.0)
-        before = tl.where(block == b, tl.sum(x.to(tl.float32) * key_sum[None, :], 1), before)
-    return before
+    before = tl.sum(tl.where(block[:, None] == v[None, :], products, 0.0), 1)
+    chunk = tl.sum(tl.where((v == OWN)[None, :], products, 0.0), 1)
+    return before, chunk
+
+
+@triton.jit
+def outer_sum(acc, x, sums, BT: tl.constexpr, BN: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):
+    """acc + x_t s of the chunk, for numbers x_t."""
+    LAST: tl.constexpr = 2 * (BT // BN)
+    col = tl.arange(0, 16)[None, :]
+    head = x.to(tl.bfloat16).to(tl.float32)
+    parts = tl.where((col == LAST) | (col == LAST + 1), head[:, None], 0.0)
+    parts = tl.where((col == LAST + 2) | (col == LAST + 3), (x - head)[:, None], parts)
+    return tl.dot(parts.to(DT), sums, acc, input_precision=IP)
 
 
 @triton.jit
@@ -318,7 +349,7 @@ def clean_kernel(
     BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """q_clean of one tile (y itself, if CORRECTION), and m_t."""
+    """q_clean of one tile (Sigma q itself, if CORRECTION), and m_t."""
     pid = tl.program_id(0)
     tile = pid % tiles
     hq = pid // tiles
@@ -334,111 +365,89 @@ def clean_kernel(
     t = (seen + rows + 1).to(tl.float32)
     past = tl.maximum(seen + chunk_begin, 1).to(tl.float32)
     head = (begin * HQ + hq) * K
-    sum_tile = sums + ((first_sum + tile_begin // BN) * H + h) * K
     sum_chunk = sums + ((first_sum + chunk_begin // BN) * H + h) * K
 
-    # all that the rows need of x in fp32 comes first, so that only its copy for the products lives on
+    if not CORRECTION:
+        gate = tl.load(lam + (begin + rows) * HQ + hq, mask=rows < length, other=0.0).to(tl.float32)
     x = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
-    scale = tl.full([BT], 1.0, tl.float32)
-    if UNIT:
-        scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + eps)
     before = tl.zeros([BT], tl.float32)
     off = tl.zeros([BT], tl.float32)
     if CENTRED:
-        before = before_tile(x, sum_tile, tile_begin, length, H, K, BT, BN, BK) * scale
-        key_sum = tl.load(sum_chunk + cols, mask=cols < K, other=0.0)
-        off = tl.sum(x.to(tl.float32) * key_sum[None, :], 1) * scale / past
+        key_sums = load_sums(sum_chunk, chunk_begin, tile_begin, length, H, K, BT, BN, BK, DT)
+        before, off = row_sums(x, key_sums, BT, BN, IP)
+    scale = tl.full([BT], 1.0, tl.float32)
+    if UNIT:
+        scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + eps)
 
     acc = tl.zeros([BT, BK], tl.float32)
     if INITIAL | (chunk_begin > 0):  # before the first chunk of a sequence with no past there is nothing to read
         acc = read_state(q + head, states + (chunk * H + h) * K * K, tile_begin, length, HQ, K, BT, BK, BS, DT, IP)
         acc *= (scale * past)[:, None]
     acc, m = read_keys(
-        acc, x, scale, before, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
+        acc, x, scale, before * scale, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
         CENTRED, BT, BN, BK, DT, IP,
     )  # fmt: skip
     if CENTRED:
-        acc += (off - m)[:, None] * tl.load(sum_chunk + cols, mask=cols < K, other=0.0)[None, :]
+        acc = outer_sum(acc, off * scale / past - m, key_sums, BT, BN, DT, IP)
         tl.store(means + (begin + rows) * HQ + hq, m, mask=rows < length)
-    acc /= t[:, None]
-    if not CORRECTION:
-        gate = tl.load(lam + (begin + rows) * HQ + hq, mask=rows < length, other=0.0).to(tl.float32)
-        acc *= -gate[:, None]
-        acc += load_rows(q + head, tile_begin, length, HQ, K, cols, BT, tl.float32) * scale[:, None]
-    store_rows(out + head, acc, tile_begin, length, HQ, K, cols, BT)
+    if CORRECTION:
+        store_rows(out + head, acc / t[:, None], tile_begin, length, HQ, K, cols, BT)
+    else:  # the cast halves what is held beside q; it rounds lam y, not q
+        change = (acc * (-gate / t)[:, None]).to(DT)
+        q_tile = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
+        clean = q_tile.to(tl.float32) * scale[:, None] + change.to(tl.float32)
+        store_rows(out + head, clean, tile_begin, length, HQ, K, cols, BT)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def dq_kernel(
-    g, q, k, lam, means, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets,
-    dq, dlam, weighted, pulls, lift_q, lift_w,
-    N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, eps,
+def finish_kernel(
+    g, q, lam, m_q, m_g, count, cu, sum_offsets, dq, dlam, weighted, pulls, lift_q, lift_w,
+    N, T, HQ, K, per_sums, eps,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
-    BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    DT: tl.constexpr, IP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dq and dlam of one tile. For dk: w_t = u_t / (t |q_t|), what to take off k . q and k . w, and the pull."""
+    """dq and dlam from Sigma g, for BN rows of a head.
+
+    For dk: w_t = u_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
+    pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
+    """
     pid = tl.program_id(0)
-    tile = pid % tiles
-    hq = pid // tiles
-    h = hq // (HQ // H)
-    n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
-        tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T, per_tiles, per_chunks, per_sums,
-        VARLEN, INITIAL, BT, S,
-    )  # fmt: skip
+    hq = pid % HQ
+    tile = pid // HQ
+    n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
     if n >= N:
         return
-    rows = tile_begin + tl.arange(0, BT)
+    first = rank * BN
+    rows = first + tl.arange(0, BN)
     cols = tl.arange(0, BK)
     valid = rows < length
-    t = (seen + rows + 1).to(tl.float32)
-    past = tl.maximum(seen + chunk_begin, 1).to(tl.float32)
     head = (begin * HQ + hq) * K
     per_row = (begin + rows) * HQ + hq
-    sum_tile = sums + ((first_sum + tile_begin // BN) * H + h) * K
-    sum_chunk = sums + ((first_sum + chunk_begin // BN) * H + h) * K
-
-    x = load_rows(g + head, tile_begin, length, HQ, K, cols, BT, DT)
-    before = tl.zeros([BT], tl.float32)
-    off = tl.zeros([BT], tl.float32)
-    if CENTRED:
-        before = before_tile(x, sum_tile, tile_begin, length, H, K, BT, BN, BK)
-        key_sum = tl.load(sum_chunk + cols, mask=cols < K, other=0.0)
-        off = tl.sum(x.to(tl.float32) * key_sum[None, :], 1) / past
-    acc = tl.zeros([BT, BK], tl.float32)
-    if INITIAL | (chunk_begin > 0):
-        acc = read_state(g + head, states + (chunk * H + h) * K * K, tile_begin, length, HQ, K, BT, BK, BS, DT, IP)
-        acc *= past
-    acc, m = read_keys(
-        acc, x, tl.full([BT], 1.0, tl.float32), before, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length,
-        H, K, CENTRED, BT, BN, BK, DT, IP,
-    )  # fmt: skip
-    if CENTRED:
-        acc += (off - m)[:, None] * tl.load(sum_chunk + cols, mask=cols < K, other=0.0)[None, :]
-    acc /= t[:, None]  # Sigma g
-
+    seen = begin * 0
+    if INITIAL:
+        seen += tl.load(count + n)
+    t = (seen + rows + 1).to(tl.float32)
     gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
-    q_tile = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, tl.float32)
-    scale = tl.full([BT], 1.0, tl.float32)
+    q_tile = load_rows(q + head, first, length, HQ, K, cols, BN, tl.float32)
+    g_tile = load_rows(g + head, first, length, HQ, K, cols, BN, tl.float32)
+    read = load_rows(weighted + head, first, length, HQ, K, cols, BN, tl.float32)
+    scale = tl.full([BN], 1.0, tl.float32)
     if UNIT:
         scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
-    d_gate = -tl.sum(q_tile * acc, 1) * scale
+    d_gate = -tl.sum(q_tile * read, 1) * scale
     tl.store(dlam + per_row, d_gate.to(dlam.dtype.element_ty), mask=valid)
-    weight = -gate * scale / t
-    mean = tl.zeros([BT], tl.float32)
-    if CENTRED:
-        mean = tl.load(means + per_row, mask=valid, other=0.0) / scale
-        tl.store(lift_q + per_row, mean, mask=valid)
-        tl.store(lift_w + per_row, weight * m, mask=valid)
-    acc = load_rows(g + head, tile_begin, length, HQ, K, cols, BT, tl.float32) - gate[:, None] * acc
+    grad = g_tile - gate[:, None] * read  # of the query that was cleaned
     if UNIT:
-        acc = scale[:, None] * acc - q_tile * (scale * scale * tl.sum(q_tile * acc, 1) * scale)[:, None]
-    store_rows(dq + head, acc, tile_begin, length, HQ, K, cols, BT)
-    pull = tl.sum(q_tile * (weight * m)[:, None], 0)
-    w = load_rows(g + head, tile_begin, length, HQ, K, cols, BT, tl.float32) * weight[:, None]
-    store_rows(weighted + head, w, tile_begin, length, HQ, K, cols, BT)
+        grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
+    store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
+    w = g_tile * (-gate * scale / t)[:, None]
+    store_rows(weighted + head, w, first, length, HQ, K, cols, BN)
     if CENTRED:
-        pull += tl.sum(w * mean[:, None], 0)
+        mean_q = tl.load(m_q + per_row, mask=valid, other=0.0) / scale
+        mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * (-gate * scale / t)
+        tl.store(lift_q + per_row, mean_q, mask=valid)
+        tl.store(lift_w + per_row, mean_w, mask=valid)
+        pull = tl.sum(w * mean_q[:, None] + q_tile * mean_w[:, None], 0)
         tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
 
 
@@ -550,20 +559,22 @@ def dk_kernel(
         acc = tl.dot(tl.where(sees, p_q, 0.0).to(DT), x_w, acc, input_precision=IP)
         acc = tl.dot(tl.where(sees, p_w, 0.0).to(DT), x_q, acc, input_precision=IP)
 
+    grad = acc.to(DT).to(tl.float32)
     if LAST | (chunk_end < length):
-        if CENTRED:  # the pull of all later chunks is that after the last tile of this one
+        if CENTRED:  # the pull of all later chunks is that after the last of this one
             at = ((pull0 + (chunk_end + PULL - 1) // PULL - 1) * HQ + h * G) * K
-            acc += tl.load(pulls + at + cols, mask=cols < K, other=0.0)[None, :]
+            grad += tl.load(pulls + at + cols, mask=cols < K, other=0.0)[None, :]
         elif LAST:
-            acc += tl.load(last_sum + (n.to(tl.int64) * H + h) * K + cols, mask=cols < K, other=0.0)[None, :]
+            grad += tl.load(last_sum + (n.to(tl.int64) * H + h) * K + cols, mask=cols < K, other=0.0)[None, :]
     if BAR:
-        acc += load_rows(dk_bar + head, tile_begin, length, H, K, cols, BT, tl.float32)
+        grad += load_rows(dk_bar + head, tile_begin, length, H, K, cols, BT, DT).to(tl.float32)
     if UNIT:
-        kn = load_rows(k + head, tile_begin, length, H, K, cols, BT, tl.float32)
+        kn = load_rows(k + head, tile_begin, length, H, K, cols, BT, DT)
         rows = tile_begin + local
         r = tl.load(k_rnorm + (begin + rows) * H + h, mask=rows < length, other=0.0)
-        acc = r[:, None] * (acc - kn * tl.sum(kn * acc, 1)[:, None])
-    store_rows(dk + head, acc, tile_begin, length, H, K, cols, BT)
+        along = tl.sum(kn.to(tl.float32) * grad, 1)
+        grad = r[:, None] * (grad - kn.to(tl.float32) * along[:, None])
+    store_rows(dk + head, grad, tile_begin, length, H, K, cols, BT)
 
 
 class Grid:
@@ -609,6 +620,10 @@ class Grid:
             "BT": c.BT, "S": c.S, "BN": c.BN, "BK": self.block_k, "BS": c.BS,
             "DT": self.product, "IP": self.precision, "num_warps": c.warps, "num_stages": c.stages,
         }  # fmt: skip
+
+    def row_warps(self) -> int:
+        """Warps for the kernels that go through BN rows without products."""
+        return min(8, max(1, self.config.BN * self.block_k // 2048))
 
     def scan(self, launch, like: Tensor) -> None:
         """Run a scan kernel: the sums of the segments first where there are several, then the states."""
@@ -660,7 +675,7 @@ def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor,
             k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
             grid.sequences, grid.length, grid.key_heads, grid.size, grid.per_sums, EPS,
             NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            num_warps=min(8, max(1, grid.config.BN * grid.block_k // 2048)),
+            num_warps=grid.row_warps(),
         )  # fmt: skip
     return k_bar, rnorm, key_sums
 
@@ -694,41 +709,42 @@ def key_states(
     return states
 
 
-def clean_tiles(
-    grid: Grid, q: Tensor, k: Tensor, lam: Tensor, states: Tensor, sums: Tensor,
-    centred: bool, unit: bool, output_correction: bool,
+def read_tiles(
+    grid: Grid, x: Tensor, k: Tensor, lam: Tensor | None, states: Tensor, sums: Tensor,
+    centred: bool, unit: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q_clean, or y, from the states of `key_states`; and m_t, the mean of the scores."""
-    out = torch.empty_like(q, dtype=torch.float32 if output_correction else q.dtype)
-    means = q.new_empty(q.shape[:-1] if centred else 0, dtype=torch.float32)
+    """x_clean (Sigma x itself without `lam`) from the states of `key_states`; and m_t, the mean of the scores."""
+    out = torch.empty_like(x, dtype=dtype)
+    means = x.new_empty(x.shape[:-1] if centred else 0, dtype=torch.float32)
     clean_kernel[(grid.tiles * grid.query_heads,)](
-        q, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, *grid.sizes(), EPS,
-        UNIT=unit, INITIAL=grid.count is not None, CORRECTION=output_correction, **grid.tile_options(centred),
+        x, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, *grid.sizes(), EPS,
+        UNIT=unit, INITIAL=grid.count is not None, CORRECTION=lam is None, **grid.tile_options(centred),
     )  # fmt: skip
     return out, means
 
 
 class Adjoint(NamedTuple):
-    """What the keys' gradient needs of the queries, from `dq_tiles`."""
+    """What the keys' gradient needs of the queries."""
 
     weighted: Tensor  # [B, T, Hq, K] w_t = u_t / (t |q_t|)
-    pulls: Tensor  # [tiles, Hq, K] of the mean, tile by tile
+    pulls: Tensor  # [sums, Hq, K] of the mean, BN rows each
     lift_q: Tensor  # [B, T, Hq] to take off the scores k_j . q_t
     lift_w: Tensor  # and k_j . w_t
 
 
-def dq_tiles(
-    grid: Grid, g: Tensor, q: Tensor, k: Tensor, lam: Tensor, means: Tensor, states: Tensor, sums: Tensor,
-    centred: bool, unit: bool,
-) -> tuple[Tensor, Tensor, Adjoint]:  # fmt: skip
-    """dq, dlam, and what the keys' gradient needs."""
+def finish(
+    grid: Grid, g: Tensor, q: Tensor, lam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor, centred: bool, unit: bool
+) -> tuple[Tensor, Tensor, Adjoint]:
+    """dq, dlam, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
     dq, dlam = torch.empty_like(q), torch.empty_like(lam)
     lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
-    pulls = q.new_empty((grid.tiles, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
-    adjoint = Adjoint(torch.empty_like(q, dtype=grid.state_dtype), pulls, *lifts)
-    dq_kernel[(grid.tiles * grid.query_heads,)](
-        g, q, k, lam, means, states, sums, grid.count, grid.cu, *grid.tables, dq, dlam, *adjoint, *grid.sizes(), EPS,
-        UNIT=unit, INITIAL=grid.count is not None, **grid.tile_options(centred),
+    pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
+    adjoint = Adjoint(read, pulls, *lifts)
+    finish_kernel[(grid.sums * grid.query_heads,)](
+        g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, dlam, *adjoint,
+        grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
+        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
+        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(),
     )  # fmt: skip
     return dq, dlam, adjoint
 
@@ -757,9 +773,9 @@ def dk_tiles(
     n, length, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles = grid.sizes()
     dk_kernel[(tiles * key_heads,)](
         q, adjoint.weighted, k, k_rnorm, dk_bar, adjoint.lift_q, adjoint.lift_w, states, adjoint.pulls, last_sum,
-        grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.tile_offsets, dk,
-        n, length, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_tiles, tiles,
-        UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, PULL=pull_grid.config.BT,
+        grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.sum_offsets, dk,
+        n, length, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums, tiles,
+        UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, PULL=pull_grid.config.BN,
         **grid.tile_options(centred),
     )  # fmt: skip
     return dk
@@ -788,7 +804,8 @@ def forward(
     if centred or output_final_state:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, final[0])
-    out, means = clean_tiles(grid, q, k_stat, lam, states, sums, centred, normalize == "unit", output_correction)
+    gate, dtype = (None, torch.float32) if output_correction else (lam, q.dtype)
+    out, means = read_tiles(grid, q, k_stat, gate, states, sums, centred, normalize == "unit", dtype)
     return out, k_stat, k_rnorm, means, *final
 
 
@@ -814,7 +831,7 @@ def backward(
         g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens
     )
     d_second_moment, d_key_sum = contiguous(d_second_moment, d_key_sum)
-    grid = pick_grid("dq", q, k, count, cu_seqlens)
+    grid = pick_grid("clean", q, k, count, cu_seqlens)
     if (d_second_moment is None) != (d_key_sum is None):
         zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
         d_second_moment = zeros if d_second_moment is None else d_second_moment
@@ -823,12 +840,13 @@ def backward(
     if centred:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, None, groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, None)
-    dq, dlam, adjoint = dq_tiles(grid, g, q, k_stat, lam, means, states, sums, centred, normalize == "unit")
+    read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype)
+    dq, dlam, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, normalize == "unit")
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:
         groups = grid.query_heads // grid.key_heads
-        run_sums(grid, adjoint.pulls, grid.tile_offsets, grid.per_tiles, d_key_sum, first[1], groups, reverse=True)
+        run_sums(grid, adjoint.pulls, grid.sum_offsets, grid.per_sums, d_key_sum, first[1], groups, reverse=True)
     elif first[1] is not None:
         first = (first[0], first[1].zero_() if d_key_sum is None else d_key_sum.clone())
     key_grid = pick_grid("dk", q, k, count, cu_seqlens)
