@@ -12,6 +12,7 @@ from ccq.ops.backends import nearest
 
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {
+    "bench": ("ccq.bench:main", "what the operator costs on a GPU, beside its backbone and beside the floor"),
     "demo": ("ccq.demo:main", "a needle among distractors, before and after cleaning: a table and a figure"),
     "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
 }

@@ -1,0 +1,113 @@
+"""`ccq bench op`: the cleaning alone, against the same composed from fla's ops and against the floor.
+
+The floor is the larger of two times: the FLOPs that the chunkwise algorithm needs over the rate of a large bf16
+product, and the bytes that must move (q, k, lam in, q_clean, k_bar out, and the same again with gradients) over the
+bandwidth of a large copy. Both rates are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.timing import graph_time
+from ccq.ops import clean_query
+
+CHUNK = 64  # of the FLOP count: the least that a product's tile allows
+
+
+def floor_flop(tokens: int, size: int, backward: bool) -> float:
+    """k k^T below the diagonal and a read of it, scores and their sum over half a chunk; three times with backward."""
+    forward = size * size + 2 * size * size + 2 * CHUNK * size
+    return tokens * forward * (3 if backward else 1)
+
+
+def floor_bytes(tokens: int, size: int, backward: bool) -> float:
+    return tokens * (2 * size * (9 if backward else 4) + 4)
+
+
+def measure_ceilings() -> dict[str, float]:
+    """FLOP/s of a large bf16 product and bytes/s (read and written) of a large copy."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x = torch.empty(2**30, device="cuda", dtype=torch.uint8).random_()
+    y = torch.empty_like(x)
+    return {
+        "flop_per_s": 2 * 8192**3 / (1e-3 * graph_time(lambda: a @ b, inner=3).median),
+        "byte_per_s": 2 * x.numel() / (1e-3 * graph_time(lambda: y.copy_(x), inner=3).median),
+    }
+
+
+def composed(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """CCQ from what fla offers: its linear attention without decay, with the keys as values, and PyTorch around it."""
+    from fla.modules.norm.l2norm import l2norm
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k = l2norm(q), l2norm(k)
+    total = chunk_simple_gla(q, k, k, scale=1.0)[0].float()
+    t = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float32)[:, None, None]
+    key_sum = k.float().cumsum(1)
+    y = total / t - key_sum * (key_sum * q).sum(-1, keepdim=True) / t.square()
+    return (q - lam[..., None] * y).to(q.dtype), k
+
+
+def ours(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    return clean_query(q, k, lam, backend="triton")[:2]
+
+
+def calls(function: Callable, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:
+    """Forward, and forward with backward, on fixed inputs."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, length, heads, size)
+    q, k, g, h = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
+    lam = torch.rand(shape[:-1], device="cuda", generator=generator)
+    leaves = [x.clone().requires_grad_() for x in (q, k, lam)]
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(q, k, lam)
+
+    def both() -> None:
+        torch.autograd.grad(function(*leaves), leaves, [g, h])
+
+    return forward, both
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ccq bench op", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", default="1x4096,8x4096,1x8192,1x65536", help="BxT, ... (%(default)s)")
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--key-size", type=int, default=256)
+    parser.add_argument("--composed", action="store_true", help="also the one composed from fla's ops")
+    parser.add_argument("--out", type=Path, default=RESULTS / "op_h200.json")
+    args = parser.parse_args(argv)
+    ceilings = measure_ceilings()
+    rows = []
+    print(f"{ceilings['flop_per_s'] / 1e12:.0f} TFLOP/s, {ceilings['byte_per_s'] / 1e12:.2f} TB/s; microseconds")
+    for shape in args.shapes.split(","):
+        batch, length = (int(n) for n in shape.split("x"))
+        tokens = batch * length * args.heads
+        for name, function in (("ours", ours), *([("composed", composed)] if args.composed else [])):
+            for backward, call in enumerate(calls(function, batch, length, args.heads, args.key_size)):
+                timing = graph_time(call, inner=3)
+                floor = max(
+                    floor_flop(tokens, args.key_size, bool(backward)) / ceilings["flop_per_s"],
+                    floor_bytes(tokens, args.key_size, bool(backward)) / ceilings["byte_per_s"],
+                )
+                row = {
+                    "name": name, "pass": "forward and backward" if backward else "forward", "B": batch, "T": length,
+                    "H": args.heads, "K": args.key_size, "dtype": "bfloat16", "ms": timing._asdict(),
+                    "floor_ms": 1e3 * floor,
+                }  # fmt: skip
+                rows.append(row)
+                print(
+                    f"{name:<9} {row['pass']:<21} B {batch:<3} T {length:<6} {1e3 * timing.median:9.1f}"
+                    f"   floor {1e6 * floor:8.1f}   {1e-3 * timing.median / floor:5.2f} times",
+                    flush=True,
+                )
+    write(args.out, {**provenance(), "timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
+    return 0
