@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ccq.bench import op
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.bench.timing import graph_time, wall_time
+from ccq.ops import gate
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 VARIANTS = ("fla", "unit", "composed", "ours")
@@ -35,11 +36,14 @@ PAPER = {
 class Gate(nn.Module):
     """lam = sigmoid(W q + b) from the whole query, in fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(HEADS * KEY, HEADS, device="cuda")
+        self.fused = fused
 
     def forward(self, q: Tensor) -> Tensor:
+        if self.fused:
+            return gate(q, self.linear.weight, self.linear.bias)
         return self.linear(q.flatten(2).float()).sigmoid()
 
 
@@ -60,14 +64,14 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
     layer = layer.cuda().bfloat16()
     recurrence = getattr(module, name)
     recurrence = getattr(recurrence, "plain", recurrence)  # what an earlier call put there
-    gate = Gate() if variant in ("composed", "ours") else None
-    layer.add_module("ccq_gate", gate)
+    lam = Gate(fused=variant == "ours") if variant in ("composed", "ours") else None
+    layer.add_module("ccq_gate", lam)
 
     def read(q: Tensor, k: Tensor, **rest):
         if variant == "unit" and backbone == "gla":
             q, k = l2norm(q), l2norm(k)
-        elif gate is not None:
-            q, k = getattr(op, variant)(q, k, gate(q))
+        elif lam is not None:
+            q, k = getattr(op, variant)(q, k, lam(q))
             if backbone == "gdn":
                 rest["use_qk_l2norm_in_kernel"] = False
         return recurrence(q=q, k=k, **rest)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ccq.ops import library, reference
 from ccq.ops.backends import BackendFallbackWarning, BackendUnavailableError, backends
 from ccq.ops.checks import check_call, check_values
+from ccq.ops.gate import gate
 from ccq.ops.state import CovarianceState
 from ccq.ops.step import clean_query_step
 
@@ -23,6 +24,7 @@ __all__ = [
     "clean_query",
     "clean_query_step",
     "correction",
+    "gate",
 ]
 
 

@@ -1,0 +1,97 @@
+"""lam = sigmoid(W q + b): how far each query is contracted, from the whole query of its token.
+
+B sequences, T tokens, H query heads, K key size. W [H, H * K] and b [H] stay fp32 under autocast, and so does lam: in
+bf16 a bias near -4.6 could not move by a step of 1e-3. q is read once, in its own dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ccq.ops.backends import resolve
+from ccq.ops.checks import FLOATS
+from ccq.ops.reference import no_autocast, stats_dtype
+
+torch.library.define("ccq::gate", "(Tensor q, Tensor weight, Tensor bias, str backend) -> Tensor")
+torch.library.define(
+    "ccq::gate_backward",
+    "(Tensor d_lam, Tensor q, Tensor weight, Tensor lam, str backend) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def gate(
+    q: Float[Tensor, "*B H K"],
+    weight: Float[Tensor, "H HK"],
+    bias: Float[Tensor, " H"],
+    backend: str = "auto",
+) -> Float[Tensor, "*B H"]:
+    """sigmoid(W q + b) in fp32 (fp64 for fp64), from the query before normalisation and feature map.
+
+    >>> q = torch.randn(2, 100, 4, 64)
+    >>> lam = gate(q, torch.zeros(4, 4 * 64), torch.full((4,), -4.6))
+    >>> lam.shape, round(lam[0, 0, 0].item(), 3)
+    (torch.Size([2, 100, 4]), 0.01)
+    """
+    for name, x in (("q", q), ("weight", weight), ("bias", bias)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+    if q.ndim < 2:
+        raise ValueError(f"q: expected shape [..., H, K], got {tuple(q.shape)}")
+    heads, size = q.shape[-2:]
+    high = stats_dtype(q.dtype)
+    for name, x, shape in (("weight", weight, (heads, heads * size)), ("bias", bias, (heads,))):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(x.shape)}")
+        if x.dtype != high:
+            raise TypeError(f"{name}: expected {high} for {q.dtype} queries, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+    return torch.ops.ccq.gate(q, weight, bias, backend)
+
+
+def _gate(q, weight, bias, backend):
+    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+        from ccq.ops import fused_gate  # imports Triton
+
+        return fused_gate.forward(q, weight, bias)
+    with no_autocast(q):
+        return torch.sigmoid(torch.nn.functional.linear(q.flatten(-2).to(weight.dtype), weight, bias))
+
+
+def _gate_backward(d_lam, q, weight, lam, backend):
+    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+        from ccq.ops import fused_gate
+
+        return fused_gate.backward(d_lam, q, weight, lam)
+    with no_autocast(q):
+        dz = (d_lam * lam * (1 - lam)).flatten(0, -2)
+        dq = (dz @ weight).to(q.dtype).view(q.shape)
+        return dq, dz.mT @ q.flatten(-2).flatten(0, -2).to(dz.dtype), dz.sum(0)
+
+
+def _backward(ctx, d_lam):
+    return *torch.ops.ccq.gate_backward(d_lam, *ctx.saved_tensors, ctx.backend), None
+
+
+def _setup_context(ctx, inputs, output):
+    q, weight, _, ctx.backend = inputs
+    ctx.save_for_backward(q, weight, output)
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError("gate has no second derivative: write torch.sigmoid(linear(q)) where one is needed.")
+
+
+torch.library.impl("ccq::gate", "default", _gate)
+torch.library.impl("ccq::gate_backward", "default", _gate_backward)
+torch.library.register_fake("ccq::gate", lambda q, weight, bias, backend: weight.new_empty(q.shape[:-1]))
+torch.library.register_fake(
+    "ccq::gate_backward",
+    lambda d_lam, q, weight, lam, backend: (q.new_empty(q.shape), torch.empty_like(weight), weight[:, 0].clone()),
+)
+torch.library.register_autograd("ccq::gate", _backward, setup_context=_setup_context)
+torch.library.register_autograd("ccq::gate_backward", _no_double_backward)

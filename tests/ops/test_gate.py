@@ -1,0 +1,99 @@
+"""The gate against sigmoid(linear(q)) in fp64, value and gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from beartype import beartype
+from helpers import TOLERANCE, assert_close
+from jaxtyping import jaxtyped
+
+import ccq.ops
+
+gate = jaxtyped(typechecker=beartype)(ccq.ops.gate)
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+BACKENDS = ["chunk", pytest.param("triton", marks=triton)]
+
+
+def case(shape, dtype, device="cpu"):
+    rng = torch.Generator().manual_seed(0)
+    heads, size = shape[-2:]
+    high = torch.float64 if dtype == torch.float64 else torch.float32
+    q = torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
+    weight = (torch.randn(heads, heads * size, generator=rng, dtype=torch.float64) * (heads * size) ** -0.5).to(high)
+    bias = torch.linspace(-4.6, 1, heads, dtype=torch.float64).to(high)
+    cotangent = torch.randn(shape[:-1], generator=rng, dtype=torch.float64).to(high)
+    return [x.to(device) for x in (q, weight, bias, cotangent)]
+
+
+def check(shape, dtype, backend, device="cpu", tolerance=None):
+    q, weight, bias, cotangent = case(shape, dtype, device)
+    leaves = [x.clone().requires_grad_() for x in (q, weight, bias)]
+    lam = gate(*leaves, backend=backend)
+    assert lam.dtype == weight.dtype
+    truth = [x.double().detach().requires_grad_() for x in leaves]
+    expected = torch.sigmoid(torch.nn.functional.linear(truth[0].flatten(-2), truth[1], truth[2]))
+    got = [lam, *torch.autograd.grad(lam, leaves, cotangent)]
+    ref = [expected, *torch.autograd.grad(expected, truth, cotangent.double())]
+    for name, x, y in zip(("lam", "gradient of q", "gradient of W", "gradient of b"), ref, got, strict=True):
+        assert_close(name, x, y, tolerance or TOLERANCE[y.dtype])
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(2, 70, 3, 16), (5, 2, 7), (1, 1, 1, 1), (1, 33, 20, 8)], ids=str)
+def test_gate_matches_sigmoid_of_linear(backend, shape):
+    check(shape, torch.float32, backend)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gate_takes_every_dtype(dtype):
+    check((2, 40, 4, 16), dtype, "chunk")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gate_on_a_gpu_keeps_the_bits_of_its_weights(dtype):
+    check((2, 1000, 6, 256), dtype, "triton", "cuda", max(1e-5, TOLERANCE[dtype] if dtype != torch.float32 else 0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_give_an_empty_gate(backend):
+    q, weight, bias, _ = case((2, 0, 3, 4), torch.float32)
+    q.requires_grad_()
+    lam = gate(q, weight, bias, backend=backend)
+    assert lam.shape == (2, 0, 3)
+    assert torch.autograd.grad(lam.sum(), q)[0].shape == q.shape
+
+
+def test_autocast_does_not_reach_the_gate():
+    q, weight, bias, _ = case((2, 10, 3, 16), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate(q, weight, bias), gate(q, weight, bias, backend="chunk"))
+        assert gate(q, weight, bias).dtype == torch.float32
+
+
+def test_opcheck():
+    q, weight, bias, _ = case((1, 5, 2, 3), torch.float32)
+    arguments = [x.requires_grad_() for x in (q, weight, bias)]
+    torch.library.opcheck(torch.ops.ccq.gate.default, (*arguments, "chunk"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"q": torch.ones(2, 3, 4, dtype=torch.int64)}, TypeError, "^q: expected float64"),
+        ({"weight": torch.ones(3, 13)}, ValueError, r"^weight: expected shape \(3, 12\).*got \(3, 13\)"),
+        ({"bias": torch.ones(4)}, ValueError, r"^bias: expected shape \(3,\).*got \(4,\)"),
+        ({"weight": torch.ones(3, 12).bfloat16()}, TypeError, "^weight: expected torch.float32 for torch.float32"),
+        ({"bias": torch.ones(3, device="meta")}, ValueError, "^bias: expected q's device cpu, got meta"),
+        ({"q": torch.ones(4)}, ValueError, r"^q: expected shape \[..., H, K\]"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_named(changed, kind, message):
+    good = {"q": torch.ones(2, 3, 4), "weight": torch.ones(3, 12), "bias": torch.ones(3)}
+    with pytest.raises(kind, match=message):
+        ccq.ops.gate(**good | changed)
