@@ -16,8 +16,6 @@ What is counted, for each token and head (K key size, C chunk length, fp32):
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import platform
 import resource
@@ -31,10 +29,10 @@ from pathlib import Path
 import torch
 
 import ccq
+from ccq.bench.results import RESULTS, provenance, write
 from ccq.ops import chunk, correction
 
 B, H, K = 1, 4, 64
-RESULTS = Path(__file__).parent / "results" / "operator_cpu.json"
 
 
 def inputs(length: int, mean_energy: float = 0.0, grad: bool = False) -> tuple[torch.Tensor, ...]:
@@ -166,30 +164,18 @@ def rounding(length: int, mean_energy: float) -> dict:
     return {"T": length, "mean_energy": mean_energy, "error": error}
 
 
-def provenance() -> dict:
-    def git(*arguments: str) -> str | None:
-        try:
-            return subprocess.run(
-                ["git", "-C", str(Path(__file__).parent), *arguments], check=True, capture_output=True, text=True
-            ).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
+def machine() -> dict:
+    """The CPU, and how busy it is: others at work on it spoil the ratios too."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     return {
-        "command": "python benchmarks/operator_cpu.py",
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain")),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"ccq": ccq.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_before": round(os.getloadavg()[0], 2),  # others at work on the machine spoil the ratios too
+        "load_before": round(os.getloadavg()[0], 2),
     }
 
 
@@ -204,7 +190,7 @@ def main() -> None:
         return
 
     length, short, long, repeats = (512, 256, 2048, 1) if args.quick else (4096, 2048, 16384, 9)
-    origin = provenance()
+    origin = {**provenance("python benchmarks/operator_cpu.py"), **machine()}
     shape = f"B={B} H={H} K={K} C={chunk.CHUNK} float32"
     print(f"{origin['cpu']}, {origin['threads']} threads, torch {torch.__version__}; {shape}")
     if origin["load_before"] > 0.5:
@@ -256,10 +242,9 @@ def main() -> None:
     if args.quick:
         print("Quick: these lengths say nothing of the goals. Nothing written.")
         return
-    RESULTS.parent.mkdir(exist_ok=True)
     parts = {**origin, "chunk": chunk.CHUNK, "goals": goals, "timings": timings, "memory": memories, "errors": errors}
-    RESULTS.write_text(json.dumps(parts, indent=1) + "\n")
-    print("Wrote benchmarks/results/operator_cpu.json. Only the ratios above are meant for publication.")
+    write(RESULTS / "operator_cpu.json", parts)
+    print("Only the ratios above are meant for publication.")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ if not torch.cuda.is_available():
 
 from ccq.ops.backends import resolve
 
+# tensors here are small, and two threads that meet a busy machine wait for each other: 0.3 s become 12
+torch.set_num_threads(1)
+
 # derandomized: a failure on one machine is a failure on all; no deadline: the machine may be busy; no explain phase: it
 # takes a minute where an example takes milliseconds
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+
+import torch
 
 from ccq.ops.backends import nearest
 
@@ -17,17 +20,17 @@ KINDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that `argv` names."""
-    names = tuple(KINDS)
-    kind = argv[0] if argv else ""
+    parser = argparse.ArgumentParser(
+        prog="ccq bench",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="kinds:\n" + "\n".join(f"  {name:<8} {text}" for name, text in KINDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", help="one of those below; `ccq bench KIND --help` says more", metavar="KIND")
+    kind, rest = parser.parse_args(argv[:1]).kind, argv[1:]
     if kind not in KINDS:
-        print("usage: ccq bench KIND ...   (ccq bench KIND --help says more)", file=sys.stderr)
-        print("\n".join(f"  {name:<10} {text}" for name, text in KINDS.items()), file=sys.stderr)
-        if kind and kind not in ("-h", "--help"):
-            print(f"unknown benchmark {kind!r}.{nearest(kind, names)}", file=sys.stderr)
-        return 0 if kind in ("-h", "--help") else 2
-    import torch
-
-    if not torch.cuda.is_available() and "--help" not in argv:
+        parser.error(f"unknown kind {kind!r}.{nearest(kind, tuple(KINDS))}")
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(rest):
         print(f"ccq bench {kind} needs an NVIDIA GPU; `make bench` measures on a CPU.", file=sys.stderr)
         return 1
-    return importlib.import_module(f"ccq.bench.{kind}").main(argv[1:])
+    return importlib.import_module(f"ccq.bench.{kind}").main(rest)

@@ -28,7 +28,7 @@ def provenance(command: str | None = None) -> dict:
         except importlib.metadata.PackageNotFoundError:
             continue
     origin = {
-        "command": command or shlex.join(["ccq", *sys.argv[1:]]),
+        "command": command or shlex.join(["ccq", *without_out(sys.argv[1:])]),
         "commit": os.environ.get("CCQ_COMMIT") or git("rev-parse", "HEAD"),  # set where the code travels without git
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -38,6 +38,15 @@ def provenance(command: str | None = None) -> dict:
         origin["gpu"] = torch.cuda.get_device_name()
         origin["cuda"] = torch.version.cuda
     return origin
+
+
+def without_out(arguments: list[str]) -> list[str]:
+    """The arguments less where the result was to go, which is nobody else's path."""
+    kept = list(arguments)
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    return kept
 
 
 def git(*arguments: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def _compile(arguments: tuple) -> str | None:
     return None
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ccq bench tune", description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ccq bench tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--key-size", type=int, default=256)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--length", type=int, default=4096)
@@ -129,9 +130,3 @@ def main(argv: list[str]) -> int:
         print("failed", *(r[x] for x in ("pass", "stage", "BT", "S", "BN", "BS", "warps", "stages", "failure")))
     options.out.write_text(json.dumps(results, indent=1))
     return 0
-
-
-if __name__ == "__main__":
-    import sys
-
-    raise SystemExit(main(sys.argv[1:]))
