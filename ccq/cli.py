@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import ccq
-from ccq.ops.backends import nearest
+from ccq.ops.dispatch import nearest
 
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {

@@ -32,7 +32,7 @@ def test_code_on_the_page_runs(page, capsys):
         exec(compile("\n" * line + source, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("name", ["ccq.ops", "ccq.ops.backends", "ccq.ops.gate", "ccq.ops.state", "ccq.ops.step"])
+@pytest.mark.parametrize("name", ["ccq.ops", "ccq.ops.dispatch", "ccq.ops.gating", "ccq.ops.state", "ccq.ops.step"])
 def test_docstring_examples_run(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, "ccq": ccq})

@@ -8,7 +8,7 @@ import torch
 import ccq
 from ccq import doctor
 from ccq.doctor import Environment, Gpu, diagnose
-from ccq.ops.backends import BackendStatus
+from ccq.ops.dispatch import BackendStatus
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139.8)
 GOOD = Environment(

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.ops import library, reference
-from ccq.ops.backends import BackendFallbackWarning, BackendUnavailableError, backends
 from ccq.ops.checks import check_call, check_values
-from ccq.ops.gate import gate
+from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError, backends
+from ccq.ops.gating import gate
 from ccq.ops.state import CovarianceState
 from ccq.ops.step import clean_query_step
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ccq.ops.backends import NAMES, nearest
+from ccq.ops.dispatch import NAMES, nearest
 from ccq.ops.reference import stats_dtype
 from ccq.ops.state import CovarianceState
 
@@ -104,6 +104,8 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
         ("key_sum", state.key_sum, (sequences, heads, key_size), high),
         ("count", state.count, (sequences,), torch.int64),
     ):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}.{field}: expected a tensor, got {type(x).__name__}")
         if tuple(x.shape) != shape:
             raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(x.shape)}")
         if x.dtype != dtype:

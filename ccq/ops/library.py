@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ccq.ops import chunk
-from ccq.ops.backends import resolve
 from ccq.ops.checks import check_values
+from ccq.ops.dispatch import resolve
 from ccq.ops.reference import stats_dtype
 
 _STATE = "Tensor? second_moment, Tensor? key_sum, Tensor? count, Tensor? cu_seqlens"

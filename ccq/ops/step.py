@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.ops import reference
-from ccq.ops.backends import resolve
 from ccq.ops.checks import check_call, check_values
+from ccq.ops.dispatch import resolve
 from ccq.ops.state import CovarianceState
 
 

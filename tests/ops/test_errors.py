@@ -106,6 +106,7 @@ STATES = {
         ValueError,
         r"\.count: expected q's device cpu, got meta",
     ),
+    "count not a tensor": (replace(STATE, count=3), TypeError, r"\.count: expected a tensor, got int"),
     "count negative": (replace(STATE, count=STATE.count - 1), ValueError, r"\.count: expected values from 0, got -1"),
 }
 

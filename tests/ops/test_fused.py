@@ -30,7 +30,7 @@ from helpers import (
 
 from ccq import CovarianceState
 from ccq.ops import BackendUnavailableError, chunk
-from ccq.ops.backends import resolve
+from ccq.ops.dispatch import resolve
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.backends import resolve
 from ccq.ops.checks import FLOATS
+from ccq.ops.dispatch import resolve
 from ccq.ops.reference import no_autocast, stats_dtype
 
 torch.library.define("ccq::gate", "(Tensor q, Tensor weight, Tensor bias, str backend) -> Tensor")
