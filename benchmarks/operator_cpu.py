@@ -7,7 +7,8 @@ Only the ratios are meant for publication: milliseconds on a CPU say more of the
 
 What is counted, for each token and head (K key size, C chunk length, fp32):
     FLOP   forward 4 K^2 + 4 C K: k k^T into the state and a read of it, 2 K^2 each; scores and their sum, 2 C K each
-           forward and backward 12 K^2 + 14 C K: the read again for the gradient, the scores of q, the adjoints of both
+           forward and backward 12 K^2 + 14 C K: the read again for the gradient, the scores of q, the adjoints of both;
+           and 2 K^2 of every piece but the last, where a sequence is cut into pieces that fit the cache
            reference 6 K^2: update, symmetrise, read, 2 K^2 each; with backward three times that
     bytes  forward 4 (4 K + 3 + 4 K^2 / C): q, k, lam in; q_clean, k_bar, 1/|k|, m out; chunk states summed in a scan
            forward and backward 4 (9 K + 7 + 12 K^2 / C). A lower bound: what PyTorch writes between its calls is on top
@@ -77,7 +78,10 @@ def flop(backend: str, length: int, backward: bool) -> int:
         per_token = 6 * K * K * (3 if backward else 1)
     else:
         per_token = 12 * K * K + 14 * chunk.CHUNK * K if backward else 4 * K * K + 4 * chunk.CHUNK * K
-    return B * length * H * per_token
+    again = 0
+    if backend == "chunk" and backward:
+        again = 2 * K * K * chunk.pieces(torch.empty(B, length, H, K, device="cpu"), None)[-1].start
+    return B * H * (length * per_token + again)
 
 
 def traffic(length: int, backward: bool) -> int:

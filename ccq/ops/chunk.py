@@ -26,7 +26,8 @@ from torch import Tensor
 from ccq.ops.checks import check_borders
 from ccq.ops.reference import inv_norm, no_autocast, prepare, stats_dtype
 
-CHUNK = 64  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
+CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
+PIECE = 2**18  # elements of q in a piece, on a CPU
 
 
 class Plan(NamedTuple):
@@ -126,12 +127,10 @@ def chunk_keys(
     k: Tensor, second_moment: Tensor | None, key_sum: Tensor | None, count: Tensor | None, cu_seqlens: Tensor | None
 ) -> Chunked:
     """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
-    batch, length, heads, size = k.shape
+    batch, length = k.shape[:2]
     plan = make_plan(batch, length, cu_seqlens, k.device)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    if second_moment is None or key_sum is None:
-        second_moment = k.new_zeros(sequences, heads, size, size)
-        key_sum = k.new_zeros(sequences, heads, size)
+    second_moment, key_sum = start_state(k, sequences, second_moment, key_sum)
     t = plan.position + 1
     if count is not None:
         t = t + count[plan.owner, None]
@@ -160,6 +159,23 @@ def read(keys: Chunked, x: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tenso
     return y, p, m
 
 
+def pieces(q: Tensor, cu_seqlens: Tensor | None) -> list[slice]:
+    """The tokens cut so that what one piece needs stays in a CPU's cache; states carry over from one to the next.
+
+    In one piece, T = 16,384 took 12 times as long as T = 2,048. A GPU has no use for it, and packed sequences are cut
+    by their borders.
+    """
+    length = q.shape[1]
+    if cu_seqlens is not None or q.device.type != "cpu":
+        return [slice(0, length)]
+    size = max(4, PIECE // (q[:, 0].numel() * CHUNK)) * CHUNK
+    return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
+
+
+def seen_before(count: Tensor | None, piece: slice, k: Tensor) -> Tensor:
+    return k.new_full(k.shape[:1], piece.start, dtype=torch.int64) if count is None else count + piece.start
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -172,8 +188,42 @@ def forward(
     normalize: str,
     output_final_state: bool = True,
     output_correction: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, ...]:
     """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
+    cut = pieces(q, cu_seqlens)
+    if len(cut) == 1:
+        return forward_piece(
+            q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_correction
+        )
+    outputs = []
+    moment, total = start_state(k, k.shape[0], second_moment, key_sum)
+    for piece in cut:
+        seen = seen_before(count, piece, k)
+        *output, moment, total = forward_piece(
+            of(q, piece), of(k, piece), of(lam, piece), moment, total, seen, None, centred, normalize, output_correction
+        )
+        outputs.append(output)
+    return *join(outputs), moment, total
+
+
+def join(outputs: list[list[Tensor]]) -> list[Tensor]:
+    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty in each."""
+    return [torch.cat(parts, 1) if parts[0].ndim > 1 else parts[0] for parts in zip(*outputs, strict=True)]
+
+
+def forward_piece(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+    output_correction: bool,
+) -> tuple[Tensor, ...]:
+    """`forward` on a piece."""
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
@@ -200,14 +250,80 @@ def backward(
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """dq, dk, dlam, and the gradients of the initial C and s."""
+    cut = pieces(q, cu_seqlens)
+    if len(cut) == 1:
+        return backward_piece(
+            g, dk_bar, d_second_moment, d_key_sum,
+            q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
+        )  # fmt: skip
+    # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
+    starts = [start_state(k, k.shape[0], second_moment, key_sum)]
+    with exact_matmul(q):
+        for piece in cut[:-1]:
+            keys = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize).transpose(1, 2)
+            starts.append((starts[-1][0] + keys.mT @ keys, starts[-1][1] + keys.sum(2)))
+    outputs = []
+    d_moment, d_total = d_second_moment, d_key_sum
+    for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
+        *output, d_moment, d_total = backward_piece(
+            of(g, piece), None if dk_bar is None else of(dk_bar, piece), d_moment, d_total,
+            of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece),
+            moment, total, seen_before(count, piece, k), None, centred, normalize,
+        )  # fmt: skip
+        outputs.append(output)
+    assert d_moment is not None
+    assert d_total is not None
+    return *join(outputs[::-1]), d_moment, d_total
+
+
+def of(x: Tensor, piece: slice) -> Tensor:
+    """The piece of a [B, T, ...] tensor; what is not there stays empty."""
+    return x[:, piece] if x.ndim > 1 else x
+
+
+def start_state(
+    k: Tensor, sequences: int, second_moment: Tensor | None, key_sum: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The initial C and s of k [B, T, Hk, K]: zeros if there are none."""
+    if second_moment is not None and key_sum is not None:
+        return second_moment, key_sum
+    heads, size = k.shape[2:]
+    zeros = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
+    return zeros, zeros[..., 0].clone()
+
+
+def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:
+    """The keys of the statistics from what the backward is given."""
+    k = k.to(stats_dtype(k.dtype))
+    return k * k_rnorm[..., None] if normalize == "stats" else k
+
+
+def backward_piece(
+    g: Tensor,
+    dk_bar: Tensor | None,
+    d_second_moment: Tensor | None,
+    d_key_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    k_rnorm: Tensor,
+    means: Tensor,
+    lam: Tensor,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+) -> tuple[Tensor, ...]:
+    """`backward` on a piece."""
     high = stats_dtype(q.dtype)
     batch = k.shape[0]
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
-        k_stat = k.to(high) if normalize != "stats" else k.to(high) * k_rnorm[..., None]
+        k_stat = statistics_keys(k, k_rnorm, normalize)
         g, gate = g.to(high), lam.to(high)[..., None]
 
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)

@@ -21,9 +21,11 @@ from helpers import (
     unit_vector,
 )
 
+from ccq.ops import chunk
+
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
-LENGTHS = [{"T": T} for T in (0, 1, 2, 3, 63, 64, 65)] + [{"T": 1000, "B": 1, "Hq": 2, "Hk": 1}]
+LENGTHS = [{"T": T} for T in (0, 1, 2, 3, 63, 64, 65, 127, 128, 129)] + [{"T": 1000, "B": 1, "Hq": 2, "Hk": 1}]
 # a number has no direction: with K = 1 all the gradient of q / |q| comes from the 1e-6, so q must be of its size
 KEY_SIZES = [{"K": 1, "scale": 1e-3}] + [{"K": K} for K in (7, 33, 64)]
 HEADS = [{"Hq": Hq, "Hk": Hk} for Hq, Hk in ((1, 1), (6, 1))]  # (4, 2) is the default
@@ -69,6 +71,17 @@ def test_chunk_matches_reference(shape, state, mode):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_chunk_matches_reference_in_every_mode_and_dtype(mode, state, lengths, dtype):
     check({"T": 70, "K": 7, "state": state, "lengths": lengths, "dtype": dtype}, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pieces_that_fit_a_cache_match_reference(mode, state, dtype, monkeypatch):
+    monkeypatch.setattr(chunk, "CHUNK", 8)
+    monkeypatch.setattr(chunk, "PIECE", 1)  # four chunks at a time
+    case = {"T": 70, "K": 7, "state": state, "dtype": dtype}
+    assert len(chunk.pieces(make_case(**case).q, None)) == 3
+    check(case, mode)
 
 
 @pytest.mark.parametrize("keys", DISTRIBUTIONS)
