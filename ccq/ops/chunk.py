@@ -191,39 +191,16 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
     cut = pieces(q, cu_seqlens)
-    if len(cut) == 1:
-        return forward_piece(
-            q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_correction
-        )
-    outputs = []
-    moment, total = start_state(k, k.shape[0], second_moment, key_sum)
-    for piece in cut:
-        seen = seen_before(count, piece, k)
-        *output, moment, total = forward_piece(
-            of(q, piece), of(k, piece), of(lam, piece), moment, total, seen, None, centred, normalize, output_correction
-        )
-        outputs.append(output)
-    return *join(outputs), moment, total
-
-
-def join(outputs: list[list[Tensor]]) -> list[Tensor]:
-    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty in each."""
-    return [torch.cat(parts, 1) if parts[0].ndim > 1 else parts[0] for parts in zip(*outputs, strict=True)]
-
-
-def forward_piece(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    output_correction: bool,
-) -> tuple[Tensor, ...]:
-    """`forward` on a piece."""
+    if len(cut) > 1:
+        outputs = []
+        moment, total = start_state(k, k.shape[0], second_moment, key_sum)
+        for piece in cut:
+            *output, moment, total = forward(
+                of(q, piece), of(k, piece), of(lam, piece), moment, total, seen_before(count, piece, k), None,
+                centred, normalize, output_final_state, output_correction,
+            )  # fmt: skip
+            outputs.append(output)
+        return *join(outputs), moment, total
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
@@ -232,6 +209,11 @@ def forward_piece(
         out = y if output_correction else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q.shape[0]).squeeze(-1)
         return out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum
+
+
+def join(outputs: list[list[Tensor]]) -> list[Tensor]:
+    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty in each."""
+    return [torch.cat(parts, 1) if parts[0].ndim > 1 else parts[0] for parts in zip(*outputs, strict=True)]
 
 
 def backward(
@@ -253,71 +235,23 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dlam, and the gradients of the initial C and s."""
     cut = pieces(q, cu_seqlens)
-    if len(cut) == 1:
-        return backward_piece(
-            g, dk_bar, d_second_moment, d_key_sum,
-            q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
-        )  # fmt: skip
-    # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
-    starts = [start_state(k, k.shape[0], second_moment, key_sum)]
-    with exact_matmul(q):
-        for piece in cut[:-1]:
-            keys = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize).transpose(1, 2)
-            starts.append((starts[-1][0] + keys.mT @ keys, starts[-1][1] + keys.sum(2)))
-    outputs = []
-    d_moment, d_total = d_second_moment, d_key_sum
-    for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
-        *output, d_moment, d_total = backward_piece(
-            of(g, piece), None if dk_bar is None else of(dk_bar, piece), d_moment, d_total,
-            of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece),
-            moment, total, seen_before(count, piece, k), None, centred, normalize,
-        )  # fmt: skip
-        outputs.append(output)
-    assert d_moment is not None
-    assert d_total is not None
-    return *join(outputs[::-1]), d_moment, d_total
-
-
-def of(x: Tensor, piece: slice) -> Tensor:
-    """The piece of a [B, T, ...] tensor; what is not there stays empty."""
-    return x[:, piece] if x.ndim > 1 else x
-
-
-def start_state(
-    k: Tensor, sequences: int, second_moment: Tensor | None, key_sum: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The initial C and s of k [B, T, Hk, K]: zeros if there are none."""
-    if second_moment is not None and key_sum is not None:
-        return second_moment, key_sum
-    heads, size = k.shape[2:]
-    zeros = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
-    return zeros, zeros[..., 0].clone()
-
-
-def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:
-    """The keys of the statistics from what the backward is given."""
-    k = k.to(stats_dtype(k.dtype))
-    return k * k_rnorm[..., None] if normalize == "stats" else k
-
-
-def backward_piece(
-    g: Tensor,
-    dk_bar: Tensor | None,
-    d_second_moment: Tensor | None,
-    d_key_sum: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    k_rnorm: Tensor,
-    means: Tensor,
-    lam: Tensor,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-) -> tuple[Tensor, ...]:
-    """`backward` on a piece."""
+    if len(cut) > 1:
+        # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
+        starts = [start_state(k, k.shape[0], second_moment, key_sum)]
+        with exact_matmul(q):
+            for piece in cut[:-1]:
+                keys_t = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize).transpose(1, 2)
+                starts.append((starts[-1][0] + keys_t.mT @ keys_t, starts[-1][1] + keys_t.sum(2)))
+        outputs = []
+        for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
+            *output, d_second_moment, d_key_sum = backward(
+                of(g, piece), None if dk_bar is None else of(dk_bar, piece), d_second_moment, d_key_sum,
+                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece),
+                moment, total, seen_before(count, piece, k), None, centred, normalize,
+            )  # fmt: skip
+            outputs.append([*output, d_second_moment, d_key_sum])
+        *_, d_moment, d_total = outputs[-1]
+        return *join([output[:3] for output in reversed(outputs)]), d_moment, d_total
     high = stats_dtype(q.dtype)
     batch = k.shape[0]
     with exact_matmul(q):
@@ -361,6 +295,28 @@ def backward_piece(
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
         return dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum
+
+
+def of(x: Tensor, piece: slice) -> Tensor:
+    """The piece of a [B, T, ...] tensor; what is not there stays empty."""
+    return x[:, piece] if x.ndim > 1 else x
+
+
+def start_state(
+    k: Tensor, sequences: int, second_moment: Tensor | None, key_sum: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The initial C and s of k [B, T, Hk, K]: zeros if there are none."""
+    if second_moment is not None and key_sum is not None:
+        return second_moment, key_sum
+    heads, size = k.shape[2:]
+    zeros = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
+    return zeros, zeros[..., 0].clone()
+
+
+def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:
+    """The keys of the statistics from what the backward is given."""
+    k = k.to(stats_dtype(k.dtype))
+    return k * k_rnorm[..., None] if normalize == "stats" else k
 
 
 def to_grouped_chunks(x: Tensor, keys: Chunked) -> Tensor:
