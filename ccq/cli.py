@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:  # a folder that cannot be written, a file that is not there: it names the path
+        print(f"ccq {name}: {error}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as missing:
         extra = EXTRAS.get((missing.name or "").partition(".")[0])
         if extra is None:

@@ -93,3 +93,9 @@ def test_doctor_runs_as_a_module_without_rich_or_matplotlib():
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 'What runs with backend="auto"' in done.stdout
+
+
+def test_a_folder_that_cannot_be_written_is_named_without_a_traceback(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "below")]) == 1
+    assert "file" in capsys.readouterr().err

@@ -20,8 +20,8 @@ class Timing(NamedTuple):
 
 def summarise(samples: list[float]) -> Timing:
     ordered = sorted(samples)
-    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
-    return Timing(statistics.median(ordered), at(0.2), at(0.8))
+    last = len(ordered) - 1
+    return Timing(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
 
 
 def graph_time(call: Callable[[], object], inner: int = 10, repeats: int = 10, warmup: int = 3) -> Timing:

@@ -27,9 +27,9 @@ class Case:
 
     def __init__(self, batch: int, length: int, heads: int, size: int, dtype: torch.dtype):
         generator = torch.Generator("cuda").manual_seed(0)
-        draw = lambda: torch.randn(batch, length, heads, size, device="cuda", generator=generator)  # noqa: E731
-        self.q, self.g, k = draw().to(dtype), draw().to(dtype), (draw() + 0.5).to(dtype)
-        self.k = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
+        q, g, k = torch.randn(3, batch, length, heads, size, device="cuda", generator=generator)
+        self.q, self.g = q.to(dtype), g.to(dtype)
+        self.k = torch.nn.functional.normalize(k + 0.5, dim=-1).to(dtype)
         self.lam = torch.rand(batch, length, heads, device="cuda", generator=generator)
         self.inputs: dict = {}
 

@@ -162,8 +162,8 @@ def read(keys: Chunked, x: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tenso
 def pieces(q: Tensor, cu_seqlens: Tensor | None) -> list[slice]:
     """The tokens cut so that what one piece needs stays in a CPU's cache; states carry over from one to the next.
 
-    In one piece, T = 16,384 took 12 times as long as T = 2,048. A GPU has no use for it, and packed sequences are cut
-    by their borders.
+    In one piece time grows faster than T, since what lies between two operations goes through memory. A GPU has no use
+    for it, and packed sequences are cut by their borders.
     """
     length = q.shape[1]
     if cu_seqlens is not None or q.device.type != "cpu":

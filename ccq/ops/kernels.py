@@ -177,8 +177,8 @@ def states_kernel(
     TOTALS: only the segment's own sum is kept. Otherwise it begins with the sums of the segments before, and the
     covariance before each chunk is stored on the way.
 
-    Tensor cores truncate what they add, which in a sum over a million tokens would cost half a percent: BR tokens are
-    multiplied at a time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
+    Tensor cores truncate what they add, which in a sum over a million tokens would show: BR tokens are multiplied at a
+    time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
     """
     pid = tl.program_id(0)
     i, j = lower_block(pid % BLOCKS)
