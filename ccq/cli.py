@@ -19,12 +19,20 @@ COMMANDS = {
 
 # module: the extra of this package that installs it
 EXTRAS = {
+    "datasets": "train",
     "fla": "gpu",
+    "lm_eval": "eval",
     "matplotlib": "eval",
+    "nltk": "eval",
+    "safetensors": "model",
     "tensorboard": "train",
-    "transformers": "train",
+    "tokenizers": "train",
+    "torchdata": "train",
+    "transformers": "model",
     "triton": "gpu",
     "tyro": "train",
+    "wonderwords": "eval",
+    "zstandard": "train",
 }
 
 
