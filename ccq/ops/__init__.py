@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ccq.ops import library, reference
 from ccq.ops.checks import check_call, check_values
+from ccq.ops.decode import Cleaning, decode_step
 from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError, backends
 from ccq.ops.gating import gate
 from ccq.ops.state import CovarianceState
@@ -19,11 +20,13 @@ from ccq.ops.step import clean_query_step
 __all__ = [
     "BackendFallbackWarning",
     "BackendUnavailableError",
+    "Cleaning",
     "CovarianceState",
     "backends",
     "clean_query",
     "clean_query_step",
     "correction",
+    "decode_step",
     "gate",
 ]
 

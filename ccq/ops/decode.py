@@ -1,0 +1,127 @@
+"""One decode step of a linear-attention layer: clean the query, write the key and value, read.
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T                                      (additive write)
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T    (delta rule)
+    o_t = scale * S_t^T q_t
+
+B sequences, H query and key heads, Hv value heads (a multiple of H: value head h is read by query head h // (Hv / H)),
+K key size, V value size, R width of the query the gate sees. Decoding is bound by the states' traffic, so they are
+updated in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ccq.ops.checks import FLOATS
+from ccq.ops.dispatch import resolve
+from ccq.ops.gating import gate
+from ccq.ops.reference import stats_dtype, unit
+from ccq.ops.state import CovarianceState
+from ccq.ops.step import clean_query_step
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """How a step cleans its query: the covariance, updated in place, and either lam or the gate that gives it.
+
+    `gate` is (weight [H, R], bias [H]) and sees `raw` [B, ..., K'] (R values a token; q itself unless given).
+    """
+
+    covariance: CovarianceState
+    lam: Tensor | None = None
+    gate: tuple[Tensor, Tensor] | None = None
+    raw: Tensor | None = None
+    centred: bool = True
+    normalize: str = "unit"
+
+
+@torch.no_grad()
+def decode_step(
+    q: Float[Tensor, "B H K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B Hv V"],
+    recurrent: Float[Tensor, "B Hv K V"],
+    g: Float[Tensor, "B Hg"] | Float[Tensor, "B H K"] | None = None,
+    beta: Float[Tensor, "B Hv"] | None = None,
+    scale: float | None = None,
+    *,
+    unit_qk: bool = False,
+    cleaning: Cleaning | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B Hv V"]:
+    """o_t for one more token of each sequence; `recurrent` and the covariance are updated in place.
+
+    Args:
+        g: log-decay: one a value head [B, Hv], one a channel [B, H, K], or None for no decay.
+        beta: strength of the delta rule; None writes additively.
+        scale: of the read, K^-0.5 unless given.
+        unit_qk: divide q and k by their norms first. With `cleaning`, its `normalize` decides instead.
+        cleaning: clean the query before it reads; None reads with q.
+
+    >>> q, k, v = torch.randn(1, 2, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 32)
+    >>> recurrent, seen = torch.zeros(1, 2, 16, 32), CovarianceState.zeros(1, heads=2, key_size=16)
+    >>> o = decode_step(q, k, v, recurrent, cleaning=Cleaning(seen, lam=torch.full((1, 2), 0.5)))
+    >>> o.shape, seen.count
+    (torch.Size([1, 2, 32]), tensor([1]))
+    """
+    _check(q, k, v, recurrent, g, beta, cleaning)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+        from ccq.ops import fused_decode  # imports Triton
+
+        return fused_decode.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)
+    if cleaning is not None:
+        lam = cleaning.lam
+        if cleaning.gate is not None:
+            lam = gate((q if cleaning.raw is None else cleaning.raw), *cleaning.gate, backend=backend)
+        options = {"centred": cleaning.centred, "normalize": cleaning.normalize, "backend": backend}
+        q, k, _ = clean_query_step(q, k, lam, cleaning.covariance, inplace=True, **options)
+    elif unit_qk:
+        q, k = unit(q).to(q.dtype), unit(k).to(k.dtype)
+    return write_and_read(q, k, v, recurrent, g, beta, scale)
+
+
+def write_and_read(q, k, v, recurrent, g, beta, scale) -> Tensor:
+    """The backbone's part, in plain PyTorch."""
+    group = v.shape[1] // q.shape[1]
+    high = recurrent.dtype
+    q, k = (x.to(high).repeat_interleave(group, 1) for x in (q, k))
+    if g is not None:
+        decay = g.to(high).exp()
+        decay = decay[..., None, None] if g.ndim == 2 else decay.repeat_interleave(group, 1)[..., None]
+        recurrent.mul_(decay)
+    value = v.to(high)
+    if beta is not None:
+        value = beta.to(high)[..., None] * (value - torch.einsum("bhk,bhkv->bhv", k, recurrent))
+    recurrent.add_(k[..., :, None] * value[..., None, :])
+    return (scale * torch.einsum("bhk,bhkv->bhv", q, recurrent)).to(v.dtype)
+
+
+def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.dtype not in FLOATS:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: expected a float tensor of shape [B, heads, size], got {what}")
+    batch, heads, size = q.shape
+    value_heads = v.shape[1]
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.shape[0] != batch or value_heads % heads:
+        raise ValueError(f"v: expected batch {batch} and a multiple of {heads} heads, got {tuple(v.shape)}")
+    expected = (batch, value_heads, size, v.shape[2])
+    if tuple(recurrent.shape) != expected or recurrent.dtype != stats_dtype(q.dtype):
+        raise ValueError(
+            f"recurrent: expected {stats_dtype(q.dtype)} of shape {expected}, "
+            f"got {recurrent.dtype} of shape {tuple(recurrent.shape)}"
+        )
+    if g is not None and tuple(g.shape) not in ((batch, value_heads), (batch, heads, size)):
+        raise ValueError(f"g: expected shape {(batch, value_heads)} or {(batch, heads, size)}, got {tuple(g.shape)}")
+    if beta is not None and tuple(beta.shape) != (batch, value_heads):
+        raise ValueError(f"beta: expected shape {(batch, value_heads)}, got {tuple(beta.shape)}")
+    if cleaning is not None and (cleaning.lam is None) == (cleaning.gate is None):
+        raise ValueError("cleaning: expected either lam or gate")
