@@ -1,0 +1,81 @@
+"""The norms of decoder and mixers: fla's fused kernels on a GPU, plain PyTorch elsewhere, one switch for both.
+
+Everything is computed in fp32 (fp64 for fp64) and returned in the dtype of x.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.ops.reference import stats_dtype
+
+# the one switch: False runs plain PyTorch on a GPU too, to look for a kernel that errs
+FUSED = True
+
+
+@functools.cache
+def _fla_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def fused(x: Tensor) -> bool:
+    """Whether fla's kernels take `x`. Compiled code goes without: there the compiler fuses what plain PyTorch says."""
+    return FUSED and x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _fla_installed()
+
+
+def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*B D"]:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+    if fused(x):
+        from fla.modules.norm.layernorm import rms_norm as kernel
+
+        return kernel(x, weight, None, eps=eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class GatedRMSNorm(RMSNorm):
+    """rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) with `gate_first`, as Mamba2 has it."""
+
+    def __init__(self, size: int, eps: float = 1e-6, gate_first: bool = False) -> None:
+        super().__init__(size, eps)
+        self.gate_first = gate_first
+
+    def forward(self, x: Float[Tensor, "*B D"], gate: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:  # type: ignore[override]
+        if fused(x):
+            if self.gate_first:
+                from fla.modules.norm.layernorm_gated import rmsnorm_fn
+
+                return rmsnorm_fn(x, self.weight, None, z=gate, eps=self.eps, norm_before_gate=False)
+            from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+            return rms_norm_gated(x, gate, self.weight, None, activation="swish", eps=self.eps)
+        high = stats_dtype(x.dtype)
+        y, swish, weight = x.to(high), F.silu(gate.to(high)), self.weight.to(high)
+        if self.gate_first:
+            y = F.rms_norm(y * swish, weight.shape, weight, self.eps)
+        else:
+            y = F.rms_norm(y, weight.shape, weight, self.eps) * swish
+        return y.to(x.dtype)

@@ -1,0 +1,245 @@
+"""One config for all systems: sizes, the mixer and its options, the cleaning. Presets are a system times a size.
+
+>>> CCQConfig.preset("ccq-gla-1.3b").clean
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from ccq.ops.dispatch import nearest
+
+# name of a mixer: whether it has a key-value state that a query reads, so that the query can be cleaned
+MIXERS = {
+    "attention": False,
+    "mamba2": True,
+    "gla": True,
+    "gated_deltanet": True,
+    "linear_attention": True,
+    "retnet": True,
+    "deltanet": True,
+}
+CHOICES = {
+    "mixer": tuple(MIXERS),
+    "feature_map": ("identity", "hedgehog"),
+    "normalize": ("unit", "stats"),
+    "backend": ("auto", "chunk", "triton"),
+}
+
+# what transformers itself passes or stores beside the fields; any other name is a mistake
+_FROM_TRANSFORMERS = (
+    *("attn_implementation", "experts_implementation", "output_attentions", "torch_dtype", "model_type", "num_labels"),
+    *("name_or_path", "auto_map", "quantization_config", "transformers_weights"),
+    *("_name_or_path", "_commit_hash", "_attn_implementation"),
+)
+
+
+class CCQConfig(PretrainedConfig):
+    """What a model is made of. Unknown names and impossible values raise.
+
+    Of the options of mixers, one that the chosen mixer does not have is ignored by it.
+    """
+
+    model_type = "ccq"
+    keys_to_ignore_at_inference = ["past_key_values", "scored"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 21
+    intermediate_size: int | None = 2816  # of the SwiGLU; None: layers without an MLP
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 4096  # what it was trained on; nothing stops there
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    mixer: str = "gla"  # one of MIXERS
+    num_heads: int = 6
+    num_kv_heads: int | None = None  # attention: key and value heads, each read by num_heads / num_kv_heads; None: all
+    key_size: int = 256  # of a head (attention: hidden_size / num_heads, and the next one too)
+    value_size: int = 512
+    conv_size: int | None = None  # width of the short convolution of q, k and v; None: none
+    feature_map: str = "identity"  # or "hedgehog": softmax of [2x, -2x], x a learned map of q or k
+    feature_map_size: int = 128  # of that x, so that there are twice as many features
+    output_gate: bool = True
+    rope_theta: float = 10000.0  # attention
+    gate_low_rank: int = 16  # GLA: rank of the map from x to the decays
+    gate_normalizer: float = 16.0  # GLA: log-decay = logsigmoid(.) / this
+    expand: int = 2  # mamba2: width of the inner state over hidden_size
+    state_size: int = 128  # mamba2: its key size
+    head_size: int = 64  # mamba2: its value size
+    num_groups: int = 1  # mamba2: key heads
+
+    unit_qk: bool = False  # unit q and k without cleaning
+    current_key_read: bool = False  # Comba's read: q - d * k of the same token, d learned, one a head
+    current_key_init: float = 0.02  # where d starts
+    clean: bool = False  # q_clean = q - lam * Sigma_t q
+    centred: bool = True
+    normalize: str = "unit"  # of clean_query; "stats" for weights trained without unit q and k
+    gate_init: float = 0.01  # where lam starts
+    fixed_lam: float | None = None  # a constant lam, without a gate
+    decay_gate_bias: bool = True  # whether weight decay reaches the bias of the gate; the optimizer asks
+    backend: str = "auto"  # of clean_query and of the recurrences
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        known = tuple(field.name for field in fields(self))
+        for name in kwargs:
+            if name not in _FROM_TRANSFORMERS:
+                raise TypeError(f"CCQConfig: there is no option {name!r}.{nearest(name, known)}")
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError where a value is impossible. Values may be assigned; a model checks again."""
+        for name, kind in CCQConfig.__annotations__.items():  # such as "int | None"
+            value = getattr(self, name)
+            kinds = kind.split(" | ")
+            if value is None and "None" in kinds:
+                continue
+            if isinstance(value, list) and "list[int]" in kinds:
+                for item in value:
+                    _check_kind(name, item, "int")
+            else:
+                _check_kind(name, value, kinds[0])
+        for name, holds, what in (
+            ("norm_eps", self.norm_eps > 0, "a positive number"),
+            ("rope_theta", self.rope_theta > 0, "a positive number"),
+            ("gate_normalizer", self.gate_normalizer > 0, "a positive number"),
+            ("initializer_range", self.initializer_range >= 0, "a number that is not negative"),
+            ("gate_init", 0 < self.gate_init < 1, "a number between 0 and 1"),
+            ("fixed_lam", self.fixed_lam is None or 0 <= self.fixed_lam <= 1, "None or a number from 0 to 1"),
+        ):
+            if not holds:
+                raise ValueError(f"{name}: expected {what}, got {getattr(self, name)}")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                known = ", ".join(choices)
+                raise ValueError(f"{name}: expected one of {known}, got {value!r}.{nearest(value, choices)}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.mixer == "attention":
+            _divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+            if self.hidden_size // self.num_heads % 2:
+                raise ValueError(
+                    f"num_heads: RoPE turns pairs, and heads of {self.hidden_size // self.num_heads} are odd"
+                )
+            if self.num_kv_heads is not None:
+                _divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        if self.mixer == "mamba2":
+            _divides("head_size", self.head_size, "expand * hidden_size", self.expand * self.hidden_size)
+            heads = self.expand * self.hidden_size // self.head_size
+            _divides("num_groups", self.num_groups, f"{heads} heads", heads)
+        if self.clean and not MIXERS[self.mixer]:
+            raise ValueError(f"clean: {self.mixer} has no key-value state to read with a cleaned query")
+        if self.clean and self.current_key_read:
+            raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> CCQConfig:
+        """The config called `<system>-<size>`, with some options changed.
+
+        >>> CCQConfig.preset("gla-tiny", clean=True).num_hidden_layers
+        2
+        """
+        for size in SIZES:
+            system = name.removesuffix(f"-{size}")
+            if system != name and system in SYSTEMS:
+                return cls(**{**_sized(system, size), **changes})
+        known = presets()
+        raise ValueError(
+            f"preset: there is no {name!r}.{nearest(name, known)} Presets are <system>-<size>: "
+            f"{', '.join(SYSTEMS)}; {', '.join(SIZES)}."
+        )
+
+
+_KINDS = {
+    "int": (int, "an integer"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a name"),
+}
+
+
+def _check_kind(name: str, value: object, kind: str) -> None:
+    types, what = _KINDS[kind]
+    if not isinstance(value, types) or (kind != "bool" and isinstance(value, bool)):
+        raise TypeError(f"{name}: expected {what}, got {value!r}")
+    least = 0 if name.endswith("_token_id") else 1
+    if kind == "int" and value < least:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def _divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    if whole % value:
+        raise ValueError(f"{name}: expected a divisor of {whole_name} = {whole}, got {value}")
+
+
+_GATED_DELTANET = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
+_DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
+_MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
+
+# the options that make a system, whatever its size
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "transformer": {"mixer": "attention"},
+    "mamba2": _MAMBA2,
+    "gla": {"mixer": "gla"},
+    "gla-hedgehog": {"mixer": "gla", "feature_map": "hedgehog"},
+    "gated-deltanet": _GATED_DELTANET,
+    "ccq-gla": {"mixer": "gla", "clean": True},
+    "ccq-gated-deltanet": {**_GATED_DELTANET, "clean": True},
+    # controls: unit q and k without cleaning, and the read that takes away the current key
+    "gla-unit": {"mixer": "gla", "unit_qk": True},
+    "gla-current-key": {"mixer": "gla", "unit_qk": True, "current_key_read": True},
+    "gated-deltanet-current-key": {**_GATED_DELTANET, "current_key_read": True},
+    # other writes, to show that the cleaning does not depend on them
+    "linear-attention": {"mixer": "linear_attention"},
+    "linear-attention-unit": {"mixer": "linear_attention", "unit_qk": True},
+    "ccq-linear-attention": {"mixer": "linear_attention", "clean": True},
+    "retnet": {"mixer": "retnet"},
+    "retnet-unit": {"mixer": "retnet", "unit_qk": True},
+    "ccq-retnet": {"mixer": "retnet", "clean": True},
+    "deltanet": _DELTANET,
+    "ccq-deltanet": {**_DELTANET, "clean": True},
+    "mamba2-unit": {**_MAMBA2, "unit_qk": True},
+    "ccq-mamba2": {**_MAMBA2, "clean": True},
+    "ccq-gla-hedgehog": {"mixer": "gla", "feature_map": "hedgehog", "clean": True},
+}  # fmt: skip
+
+# The options that make a size. "layers": of a linear-attention model, of the Transformer and of Mamba2, whose layers
+# weigh less. Body and embeddings of gla: 447 + 66, 1256 + 131, 30 + 33, 3.7 + 4.2 million, 83 + 33 thousand.
+SIZES: dict[str, dict[str, Any]] = {
+    "1.3b": {"layers": (21, 24, 48), "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 6,
+             "key_size": 256, "value_size": 512},
+    "500m": {"layers": (21, 35, 65), "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 6,
+             "key_size": 256, "value_size": 512},
+    "nano": {"layers": (8, 9, 18), "hidden_size": 512, "intermediate_size": 1408, "num_heads": 3,
+             "key_size": 128, "value_size": 256},
+    "pico": {"layers": (4, 5, 8), "hidden_size": 256, "intermediate_size": 704, "num_heads": 3,
+             "key_size": 64, "value_size": 128, "vocab_size": 8192},
+    "tiny": {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+             "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
+}  # fmt: skip
+
+
+def presets() -> tuple[str, ...]:
+    """The names of all presets."""
+    return tuple(f"{system}-{size}" for system in SYSTEMS for size in SIZES)
+
+
+def _sized(system: str, size: str) -> dict[str, Any]:
+    options = {**SIZES[size], "feature_map_size": SIZES[size]["key_size"] // 2}
+    mixer = SYSTEMS[system]["mixer"]
+    linear, attention, mamba2 = options.pop("layers")
+    options["num_hidden_layers"] = {"attention": attention, "mamba2": mamba2}.get(mixer, linear)
+    if mixer == "attention":  # heads of 64, as Llama's at these widths
+        options["num_heads"] = max(options["hidden_size"] // 64, 4)
+    return {**options, **SYSTEMS[system]}

@@ -1,0 +1,31 @@
+"""The layers of the decoder beside the mixers; `fused` is the one switch between fla's kernels and plain PyTorch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.mixers.norms import RMSNorm, fused
+
+__all__ = ["RMSNorm", "SwiGLU"]
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if fused(gate):
+            from fla.modules.activations import swiglu, swiglu_linear
+
+            if type(self.down_proj) is nn.Linear:  # an adapter in its place wants to be called
+                return swiglu_linear(gate, up, self.down_proj.weight, None)
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(F.silu(gate) * up)
