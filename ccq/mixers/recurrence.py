@@ -1,0 +1,368 @@
+"""The memory of linear attention: write k v^T at each token, forget, read with q. One definition for every backbone.
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T                                      (additive: RetNet, GLA, Mamba2, ...)
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T    (delta rule: DeltaNet, Gated DeltaNet)
+    o_t = scale * S_t^T q_t
+
+B sequences (or N packed ones), T tokens, H query and key heads, Hv value heads (a multiple of H: value head h belongs
+to key head h // (Hv / H)), K key size, V value size. Inside: chunks of C tokens, G = Hv / H.
+
+Chunkwise, with G_t the sum of g from the chunk's first token to t and S the state before the chunk:
+
+    o_t = scale * [ exp(G_t) q_t S + sum_{j<=t} (q_t . k_j exp(G_t - G_j)) u_j ]
+    S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T
+
+where u_j = v_j for an additive write. For the delta rule u solves a triangular system, the WY form of a product of
+Householder-like factors:
+
+    u_t + beta_t sum_{j<t} (k_t . k_j exp(G_t - G_j)) u_j = beta_t (v_t - exp(G_t) S^T k_t)
+
+Every exponent is a sum of log-decays over the tokens it spans, added up directly and never as the difference of two
+longer sums: it is at most 0, so that nothing overflows, and it keeps its digits beside a neighbour of -50.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ccq.ops.checks import check_borders
+from ccq.ops.chunk import exact_matmul
+from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError, nearest
+from ccq.ops.reference import no_autocast, stats_dtype
+
+CHUNK = 64  # C, a power of two
+BACKENDS = ("auto", "chunk", "triton")
+
+
+def recurrence(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T Hv V"],
+    g: Float[Tensor, "B T Hv"] | Float[Tensor, "B T H K"] | None = None,
+    beta: Float[Tensor, "B T Hv"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N Hv K V"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B T Hv V"], Float[Tensor, "N Hv K V"] | None]:
+    """Write and read along the sequence; see the equations above.
+
+    Args:
+        g: log-decay, at most 0: one a value head [B, T, Hv], one a channel [B, T, H, K], or None for no decay.
+        beta: strength of the delta rule, with a decay a head or none; None writes additively.
+        scale: of the read, K^-0.5 unless given.
+        initial_state: what the sequences begin with, fp32 (fp64 for fp64 inputs).
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: borders [0, ..., T] of N sequences packed along T (B = 1); empty ones are allowed.
+        backend: "chunk", plain PyTorch on any device; "triton", fla's kernels; "auto", those where they run.
+
+    Returns:
+        o, in the dtype of v, and the final state (None unless asked for). Both are differentiable.
+
+    >>> q, k, v = torch.randn(2, 100, 4, 16), torch.randn(2, 100, 4, 16), torch.randn(2, 100, 4, 32)
+    >>> o, state = recurrence(q, k, v, g=-torch.rand(2, 100, 4), output_final_state=True)
+    >>> o.shape, state.shape
+    (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 16, 32]))
+    """
+    _check(q, k, v, g, beta, initial_state, cu_seqlens, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # an integer breaks fla's chunk_h on some GPUs
+    if v.shape[0] * v.shape[1] == 0:
+        sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = _start(initial_state, sequences, q, v) if output_final_state else None
+        return v * 1, state  # no tokens: empty, but a function of v for autograd
+    run = _fla if resolve(backend, q.device, q.dtype, q.shape[-1], beta is not None) == "triton" else _chunkwise
+    return run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> float:
+    """Of the chunkwise form, forward, a token: the scores in a chunk and what they read; the state read and written."""
+    pairs = CHUNK * (key_size + value_size)
+    state = 2 * key_size * value_size
+    if delta:  # + k k^T, the triangular solve for both right-hand sides, and the read of k
+        pairs += CHUNK * (2 * key_size + value_size)
+        state += key_size * value_size
+    return 2.0 * heads * (pairs + state)
+
+
+# Which of the two runs
+
+
+def fla_refuses(device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str | None:
+    """Why fla's kernels cannot take this call, or None."""
+    if device.type != "cuda":
+        return f"tensors on {device.type} are not on an NVIDIA GPU"
+    if importlib.util.find_spec("fla") is None:
+        return "fla is not installed (pip install 'ccq[gpu]')"
+    if dtype == torch.float64:
+        return "fla computes in fp32, and float64 asks for fp64 states"
+    if delta and key_size > 256:
+        return f"fla's delta rule holds keys of up to 256 channels, these have {key_size}"
+    return None
+
+
+@functools.cache
+def resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str:
+    """ "chunk" or "triton". Cached, so that a fallback warns once for each reason."""
+    if backend == "chunk":
+        return "chunk"
+    refusal = fla_refuses(device, dtype, key_size, delta)
+    if refusal is None:
+        return "triton"
+    if backend == "triton":
+        raise BackendUnavailableError(
+            f"backend='triton' cannot run the recurrence on {device} with {dtype}, key size {key_size}: {refusal}. "
+            "backend='chunk' runs anywhere; backend='auto' picks the best that can run."
+        )
+    if device.type == "cuda":
+        warnings.warn(
+            f"ccq runs the recurrence on {torch.cuda.get_device_name(device)} through backend='chunk' (plain PyTorch, "
+            f"many times slower than fla's kernels): {refusal}. `ccq doctor` says what to change.",
+            BackendFallbackWarning,
+            stacklevel=2,
+        )
+    return "chunk"
+
+
+# fla's kernels
+
+
+@torch.compiler.disable
+def _fla(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
+    """The same by fla. Its states are [N, Hv, K, V] too; `beta` and `g` are fp32 or the dtype of q."""
+    options = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.long(),
+    }
+    group = v.shape[2] // q.shape[2]
+    if beta is None:
+        if g is not None and g.ndim == 4:
+            from fla.ops.gla import chunk_gla as additive
+        else:
+            from fla.ops.simple_gla import chunk_simple_gla as additive
+
+        def run(q, k, v, g):
+            if group > 1:
+                q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+                g = g if g is None or g.ndim == 3 else g.repeat_interleave(group, 2)
+            return additive(q, k, v, g, **options)
+
+        if group > 1 and torch.is_grad_enabled():  # else q and k are kept once a value head: gigabytes for Mamba2
+            return checkpoint(run, q, k, v, g, use_reentrant=False)
+        return run(q, k, v, g)
+    if g is None and group == 1 and q.dtype != torch.float32:
+        from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32
+
+        return chunk_delta_rule(q, k, v, beta, **options)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
+    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
+
+
+# Plain PyTorch
+
+
+class Layout(NamedTuple):
+    """How tokens are put into chunks.
+
+    The chunks stand in the order in which a scan visits them: the first chunks of all sequences, the sequences with
+    most chunks in front, then their second chunks, and so on. So those still running are always the first ones.
+    """
+
+    size: int  # C
+    counts: list[int]  # how many sequences have a first chunk, a second one, ...
+    slots: Tensor | None  # [T] where each token lies in the grid of M chunks of C; None where B dense sequences do
+    order: Tensor | None  # [N] the sequences, those with most chunks first; None where they stay as they are
+    place: Tensor | None  # [N] the inverse of it
+
+
+def make_layout(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Layout:
+    if cu_seqlens is None:
+        size = min(CHUNK, 1 << (length - 1).bit_length())
+        return Layout(size, [batch] * -(-length // size), None, None, None)
+    borders = cu_seqlens.tolist()
+    check_borders(borders, length)
+    begins = torch.tensor(borders)
+    lengths = begins.diff()
+    size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
+    chunks = (lengths + size - 1) // size
+    order = chunks.argsort(descending=True, stable=True)
+    place = order.argsort()
+    counts = torch.tensor([int((chunks > r).sum()) for r in range(int(chunks.max()))])
+    before = counts.cumsum(0) - counts  # chunks of lower rank
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(length) - begins[owner]
+    slots = (before[position // size] + place[owner]) * size + position % size
+    return Layout(size, counts.tolist(), slots.to(device), order.to(device), place.to(device))
+
+
+def to_chunks(x: Tensor, layout: Layout) -> Tensor:
+    """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full: such a token writes and forgets nothing."""
+    size = layout.size
+    if layout.slots is None:
+        gap = -x.shape[1] % size
+        if gap:
+            x = torch.cat([x, x.new_zeros(x.shape[0], gap, *x.shape[2:])], 1)
+        x = x.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1)
+    else:
+        grid = x.new_zeros(sum(layout.counts) * size, *x.shape[2:])
+        x = grid.index_copy(0, layout.slots, x[0]).unflatten(0, (-1, size))
+    return x.transpose(1, 2)
+
+
+def from_chunks(x: Tensor, layout: Layout, batch: int, length: int) -> Tensor:
+    """[M, H, C, ...] -> [B, T, H, ...]"""
+    x = x.transpose(1, 2)
+    if layout.slots is None:
+        return x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)[:, :length]
+    return x.flatten(0, 1).index_select(0, layout.slots)[None]
+
+
+def after(g: Tensor) -> Tensor:
+    """Sum of g over the tokens behind each one, [..., C, *]."""
+    shifted = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2)
+    return shifted.flip(-2).cumsum(-2).flip(-2)
+
+
+def spans(g: Tensor) -> Tensor:
+    """exp of the sum of g over the tokens behind j up to i, for j <= i, else 0: [..., C, 1] -> [..., C, C]."""
+    size = g.shape[-2]
+    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()
+    behind = g.expand(*g.shape[:-1], size).masked_fill(~lower.tril(-1), 0)
+    return behind.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
+
+
+def channel_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """sum_c q_ic k_jc exp(sum of g_c behind j up to i) for j <= i, else 0: [..., C, K] -> [..., C, C].
+
+    Every pair of tokens is parted once by the border between two halves of some block of 2, 4, ..., C tokens. The decay
+    from j to i is that from j to the border, which goes to k, times that from the border to i, which goes to q: the
+    later half's scores with the earlier one are then one product.
+    """
+    scores = (q * k).sum(-1)[..., None, None]  # [..., C, 1, 1]: each token with itself
+    half = 1
+    while half < q.shape[-2]:
+        (_, q_later), (k_earlier, _), (g_earlier, g_later) = (
+            x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, g)
+        )
+        cross = (q_later * g_later.cumsum(-2).exp()) @ (k_earlier * after(g_earlier).exp()).mT
+        first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
+        scores = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
+        half *= 2
+    return scores.squeeze(-3)
+
+
+def _chunkwise(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
+    batch, length, heads, key_size = q.shape
+    high = stats_dtype(q.dtype)
+    layout = make_layout(batch, length, cu_seqlens, q.device)
+    state = _start(initial_state, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, q, v)
+    if layout.order is not None:
+        state = state.index_select(0, layout.order)
+    state = state.unflatten(1, (heads, -1))  # [N, H, G, K, V]
+
+    def grid(x: Tensor) -> Tensor:
+        """[B, T, H or Hv, *] -> [M, H, 1 or G, C, *]"""
+        return to_chunks(x.to(high), layout).unflatten(1, (heads, -1)).contiguous()
+
+    with exact_matmul(q) if q.is_cuda else no_autocast(q):
+        q, k, u = grid(q) * scale, grid(k), grid(v)
+        q_read, k_write, decays = q, k, None
+        pairs: Tensor | None
+        if g is None:
+            pairs = torch.ones(layout.size, layout.size, dtype=high, device=q.device).tril()
+        else:
+            g = grid(g if g.ndim == 4 else g[..., None])
+            since = g.cumsum(-2).exp()  # exp(G_t)
+            q_read, k_write = q * since, k * after(g).exp()
+            decays = g.sum(-2).exp()[..., None].split(layout.counts)  # of the state over a chunk, [n, H, G, 1 or K, 1]
+            pairs = spans(g) if g.shape[-1] == 1 else None
+        scores = channel_scores(q, k, g) if pairs is None else (q @ k.mT) * pairs
+        seen = None
+        if beta is not None:
+            strength = grid(beta[..., None])
+            # u = u_0 - w S, linear in the state before the chunk: both are solved for at once
+            known = torch.cat([strength * u, strength * (k if g is None else k * since)], -1)
+            system = strength * (k @ k.mT * pairs)
+            u, w = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
+                [v.shape[-1], key_size], -1
+            )
+            seen = w.split(layout.counts)
+
+        outputs, finished = [], []
+        parts = zip(*(x.split(layout.counts) for x in (q_read, k_write, u, scores)), strict=True)
+        for i, (q_i, k_i, u_i, scores_i) in enumerate(parts):
+            running = layout.counts[i]
+            if running < state.shape[0]:
+                state, done = state.split([running, state.shape[0] - running])
+                finished.append(done)
+            if seen is not None:
+                u_i = u_i - seen[i] @ state
+            outputs.append(q_i @ state + scores_i @ u_i)
+            if decays is not None:
+                state = state * decays[i]
+            state = state + k_i.mT @ u_i
+        o = from_chunks(torch.cat(outputs).flatten(1, 2), layout, batch, length).to(v.dtype)
+        if not output_final_state:
+            return o, None
+        state = torch.cat([state, *reversed(finished)]).flatten(1, 2)
+        return o, state if layout.place is None else state.index_select(0, layout.place)
+
+
+def _start(initial_state: Tensor | None, sequences: int, q: Tensor, v: Tensor) -> Tensor:
+    """A state to begin with, not the caller's own tensor."""
+    if initial_state is not None:
+        return initial_state.clone()
+    return q.new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3], dtype=stats_dtype(q.dtype))
+
+
+def _check(q, k, v, g, beta, initial_state, cu_seqlens, backend) -> None:
+    """Raise unless the arguments fit together: the message names the argument, what was expected, and what came."""
+    if q.ndim != 4 or 0 in q.shape[2:]:
+        raise ValueError(f"q: expected shape [B, T, H, K], got {tuple(q.shape)}")
+    batch, length, heads, key_size = q.shape
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] == 0 or v.shape[2] % heads:
+        raise ValueError(
+            f"v: expected shape [{batch}, {length}, Hv, V], Hv a multiple of q's {heads} heads, got {tuple(v.shape)}"
+        )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+    per_head = (batch, length, v.shape[2])
+    if g is not None and tuple(g.shape) not in (per_head, tuple(q.shape)):
+        raise ValueError(f"g: expected shape {per_head} or {tuple(q.shape)}, got {tuple(g.shape)}")
+    if beta is not None and tuple(beta.shape) != per_head:
+        raise ValueError(f"beta: expected shape {per_head}, got {tuple(beta.shape)}")
+    if beta is not None and g is not None and g.ndim == 4:
+        raise ValueError(f"g: expected one decay a head, {per_head}, with beta (the delta rule), got {tuple(g.shape)}")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}.{nearest(backend, BACKENDS)}"
+        )
+    sequences = batch
+    if cu_seqlens is not None:
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
+        if batch != 1:
+            raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {batch}")
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        shape = (sequences, v.shape[2], key_size, v.shape[3])
+        if tuple(initial_state.shape) != shape or initial_state.dtype != stats_dtype(q.dtype):
+            raise ValueError(
+                f"initial_state: expected {stats_dtype(q.dtype)} of shape {shape}, "
+                f"got {initial_state.dtype} of shape {tuple(initial_state.shape)}"
+            )
