@@ -14,6 +14,7 @@ from ccq.ops.dispatch import nearest
 KINDS = {
     "op": "the cleaning alone, against the same composed from fla's ops and against the floor",
     "layer": "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table",
+    "decode-op": "one token of a layer's state update and read, with and without cleaning, beside the bytes' floor",
     "tune": "tile sizes of the kernels for this GPU",
 }
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ccq bench",
         description=(__doc__ or "").splitlines()[0],
-        epilog="kinds:\n" + "\n".join(f"  {name:<8} {text}" for name, text in KINDS.items()),
+        epilog="kinds:\n" + "\n".join(f"  {name:<10} {text}" for name, text in KINDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("kind", help="one of those below; `ccq bench KIND --help` says more", metavar="KIND")
@@ -33,4 +34,4 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available() and not {"-h", "--help"} & set(rest):
         print(f"ccq bench {kind} needs an NVIDIA GPU; `make bench` measures on a CPU.", file=sys.stderr)
         return 1
-    return importlib.import_module(f"ccq.bench.{kind}").main(rest)
+    return importlib.import_module(f"ccq.bench.{kind.replace('-', '_')}").main(rest)

@@ -77,10 +77,12 @@ def decode_step(
         return fused_decode.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)
     if cleaning is not None:
         lam = cleaning.lam
-        if cleaning.gate is not None:
-            lam = gate((q if cleaning.raw is None else cleaning.raw), *cleaning.gate, backend=backend)
-        options = {"centred": cleaning.centred, "normalize": cleaning.normalize, "backend": backend}
-        q, k, _ = clean_query_step(q, k, lam, cleaning.covariance, inplace=True, **options)
+        if lam is None:
+            assert cleaning.gate is not None  # one of them is given: checked
+            lam = gate(q if cleaning.raw is None else cleaning.raw, *cleaning.gate, backend=backend)
+        q, k, _ = clean_query_step(
+            q, k, lam, cleaning.covariance, cleaning.centred, cleaning.normalize, inplace=True, backend=backend
+        )
     elif unit_qk:
         q, k = unit(q).to(q.dtype), unit(k).to(k.dtype)
     return write_and_read(q, k, v, recurrent, g, beta, scale)

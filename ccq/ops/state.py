@@ -28,6 +28,25 @@ class CovarianceState:
     key_sum: Float[Tensor, "N H K"]  # s_t = sum of k
     count: Int[Tensor, " N"]  # t, int64
 
+    def lower_triangle(self) -> Float[Tensor, "N H K K"]:
+        """C_t for a kernel that updates the lower triangle in place and leaves the rest as it is.
+
+        C_t is symmetric, so decoding need move only half of it; `second_moment` mends the other half when asked.
+        """
+        if not self._lower:  # type: ignore[has-type]  # the lower triangle shall be that of the symmetric part
+            self._second_moment.copy_((self._second_moment + self._second_moment.mT) / 2)
+            self._lower = True
+        return self._second_moment
+
+    def _get_second_moment(self) -> Tensor:
+        if self._lower:  # always, not once: a captured graph may have run since
+            self._second_moment.copy_(self._second_moment.tril() + self._second_moment.tril(-1).mT)
+        return self._second_moment
+
+    def _set_second_moment(self, value: Tensor) -> None:
+        self._second_moment = value
+        self._lower = False  # whether only the lower triangle is up to date
+
     @classmethod
     def zeros(
         cls,
@@ -94,7 +113,11 @@ class CovarianceState:
 
     @property
     def nbytes(self) -> int:
-        return self.second_moment.nbytes + self.key_sum.nbytes + self.count.nbytes
+        return self._second_moment.nbytes + self.key_sum.nbytes + self.count.nbytes
 
 
+# a field to dataclasses (init, replace, the pytree) whose reading may have to mend it
+CovarianceState.second_moment = property(  # type: ignore[assignment]
+    CovarianceState._get_second_moment, CovarianceState._set_second_moment
+)
 pytree.register_dataclass(CovarianceState)

@@ -1,0 +1,134 @@
+"""`ccq bench decode-op`: one token of a layer's state update and read, with and without cleaning.
+
+    fla        fla's fused recurrent kernel, which writes its states to new memory
+    unit       `decode_step` with unit q and k and no cleaning: the backbone's own update and read
+    composed   `clean_query_step`, then `decode_step`: cleaning as a step of its own
+    ours       `decode_step` with gate and cleaning
+
+The floor is the states' bytes, read once and written once (of the covariance the lower triangle), over the bandwidth of
+a large elementwise kernel measured in the same run. Each call works on one of several copies of the states, so that
+none is found in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ccq.bench.op import measure_ceilings
+from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.timing import graph_time
+from ccq.ops import Cleaning, CovarianceState, clean_query_step, decode_step, gate
+
+VARIANTS = ("fla", "unit", "composed", "ours")
+CACHE = 60 * 2**20  # bytes of an H200's L2
+
+
+class Layer:
+    """Inputs of one token and `copies` of the states of one layer."""
+
+    def __init__(self, backbone: str, batch: int, heads: int, key: int, value: int):
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+        self.backbone = backbone
+        self.q, self.k, self.v = normal(batch, heads, key), normal(batch, heads, key), normal(batch, heads, value)
+        decay = (batch, heads, key) if backbone == "gla" else (batch, heads)
+        self.g = torch.nn.functional.logsigmoid(normal(*decay, dtype=torch.float32))
+        self.beta = None if backbone == "gla" else normal(batch, heads).sigmoid()
+        self.gate = (normal(heads, heads * key, dtype=torch.float32) / 50, torch.full((heads,), -4.6, device="cuda"))
+        recurrent = 4 * batch * heads * key * value
+        self.copies = max(2, -(-2 * CACHE // recurrent))
+        self.states = [
+            (
+                torch.zeros(batch, heads, key, value, device="cuda"),
+                CovarianceState.zeros(batch, heads, key, device="cuda"),
+            )
+            for _ in range(self.copies)
+        ]
+        self.turn = itertools.cycle(self.states)
+
+    def bytes(self, cleaned: bool) -> int:
+        """What must move: the states in and out, of the symmetric C_t one triangle."""
+        recurrent, covariance = self.states[0]
+        size = self.q.shape[-1]
+        triangle = covariance.lower_triangle().nbytes * (size + 1) / (2 * size)
+        return int(2 * (recurrent.nbytes + (triangle + covariance.key_sum.nbytes if cleaned else 0)))
+
+    def call(self, variant: str) -> Callable[[], object]:
+        q, k, v, g, beta = self.q, self.k, self.v, self.g, self.beta
+        if variant == "fla":
+            return self.fla
+
+        def unit():
+            return decode_step(q, k, v, next(self.turn)[0], g, beta, unit_qk=True)
+
+        def composed():
+            recurrent, covariance = next(self.turn)
+            q_clean, k_bar, _ = clean_query_step(q, k, gate(q, *self.gate), covariance, inplace=True)
+            return decode_step(q_clean, k_bar, v, recurrent, g, beta)
+
+        def ours():
+            recurrent, covariance = next(self.turn)
+            return decode_step(q, k, v, recurrent, g, beta, cleaning=Cleaning(covariance, gate=self.gate))
+
+        return {"unit": unit, "composed": composed, "ours": ours}[variant]
+
+    def fla(self):
+        """fla's kernel at T = 1, with its own normalisation for Gated DeltaNet."""
+        from fla.modules.norm.l2norm import l2norm
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+        from fla.ops.gla import fused_recurrent_gla
+
+        q, k, v, g = (x.unsqueeze(1) for x in (self.q, self.k, self.v, self.g))
+        start = {"initial_state": next(self.turn)[0], "output_final_state": True}
+        if self.backbone == "gla":
+            return fused_recurrent_gla(l2norm(q), l2norm(k), v, g, **start)
+        assert self.beta is not None
+        beta = self.beta.unsqueeze(1)
+        return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, use_qk_l2norm_in_kernel=True, **start)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ccq bench decode-op", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backbones", default="gla,gdn")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--key-size", type=int, default=256)
+    parser.add_argument("--value-size", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=RESULTS / "decode_op_h200.json")
+    args = parser.parse_args(argv)
+    ceilings = measure_ceilings()
+    rows: list[dict] = []
+    for backbone in args.backbones.split(","):
+        for batch in (int(n) for n in args.batches.split(",")):
+            layer = Layer(backbone, batch, args.heads, args.key_size, args.value_size)
+            for variant in args.variants.split(","):
+                with torch.no_grad():
+                    timing = graph_time(layer.call(variant), inner=4 * layer.copies, repeats=20)
+                moved = layer.bytes(variant in ("composed", "ours"))
+                rate = moved / (1e-3 * timing.median)
+                row = {
+                    "backbone": backbone, "variant": variant, "B": batch, "H": args.heads, "K": args.key_size,
+                    "V": args.value_size, "dtype": "bfloat16", "ms": timing._asdict(), "bytes": moved,
+                    "byte_per_s": rate, "copies": layer.copies,
+                }  # fmt: skip
+                rows.append(row)
+                control = next(
+                    (r for r in rows if (r["backbone"], r["B"], r["variant"]) == (backbone, batch, "unit")), row
+                )
+                print(
+                    f"{backbone} {variant:<9} batch {batch:<4} {1e3 * timing.median:8.2f} us "
+                    f"({timing.median / control['ms']['median']:.3f})  {moved / 2**20:7.1f} MiB  {rate / 1e12:.2f} TB/s"
+                    f"  {rate / ceilings['byte_per_s']:.2f} of a copy",
+                    flush=True,
+                )
+    write(args.out, {**provenance(), "timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
+    return 0

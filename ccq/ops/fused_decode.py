@@ -1,0 +1,180 @@
+"""`decode_step` in Triton, in two launches: the covariance, then the backbone's state.
+
+The states are the traffic: K x V fp32 a head, read and written, and K x K of the covariance, of which only the lower
+blocks are touched. Each launch is split finely, so that few heads still fill the chip, and no program reads what
+another of the same launch writes: the first leaves what it read of C q as partial sums, one a block, and the second
+adds them up. Nothing is kept between calls, so that steps may be captured, and run on several streams.
+
+P = NB (NB + 1) / 2 lower blocks of BB x BB a head; the rest as in decode.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ccq.ops.decode import Cleaning
+from ccq.ops.fused import block_size, processors
+from ccq.ops.kernels import lower_block
+from ccq.ops.reference import EPS
+
+BLOCK = 64  # of the covariance's side
+
+
+@triton.jit
+def covariance_kernel(
+    q, k, lam, raw, weight, bias, second_moment, key_sum, count, partial, H, K, R, eps,
+    UNIT: tl.constexpr, ROUND: tl.constexpr, GATE: tl.constexpr, NB: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """C += k k^T on one lower block, and what it adds to C q; s += k; the gate once a head; t += 1 once a sequence."""
+    nh = tl.program_id(0).to(tl.int64)
+    i, j = lower_block(tl.program_id(1))
+    rows = i * BB + tl.arange(0, BB)
+    cols = j * BB + tl.arange(0, BB)
+    where = second_moment + nh * K * K + rows[:, None] * K + cols[None, :]
+    mask = (rows < K)[:, None] & (cols < K)[None, :]
+    block = tl.load(where, mask=mask, other=0.0)
+    key_i = tl.load(k + nh * K + rows, mask=rows < K, other=0.0).to(tl.float32)
+    key_j = tl.load(k + nh * K + cols, mask=cols < K, other=0.0).to(tl.float32)
+    if UNIT:
+        every = tl.arange(0, BK)
+        key = tl.load(k + nh * K + every, mask=every < K, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(key * key, 0) + eps)
+        key_i *= scale
+        key_j *= scale
+    if ROUND:  # the statistics see the key as it is written
+        key_i = key_i.to(k.dtype.element_ty).to(tl.float32)
+        key_j = key_j.to(k.dtype.element_ty).to(tl.float32)
+    block += key_i[:, None] * key_j[None, :]
+    tl.store(where, block, mask=mask)
+
+    query_j = tl.load(q + nh * K + cols, mask=cols < K, other=0.0).to(tl.float32)
+    tl.store(partial + (nh * NB + j) * K + rows, tl.sum(block * query_j[None, :], 1), mask=rows < K)
+    if i != j:
+        query_i = tl.load(q + nh * K + rows, mask=rows < K, other=0.0).to(tl.float32)
+        tl.store(partial + (nh * NB + i) * K + cols, tl.sum(block * query_i[:, None], 0), mask=cols < K)
+    else:
+        total = tl.load(key_sum + nh * K + rows, mask=rows < K, other=0.0)
+        tl.store(key_sum + nh * K + rows, total + key_i, mask=rows < K)
+    if tl.program_id(1) == 0:
+        h = nh % H
+        if GATE:
+            some = tl.arange(0, BK)
+            logit = tl.zeros([BK], tl.float32)
+            for first in range(0, R, BK):
+                at = first + some
+                x = tl.load(raw + (nh // H) * R + at, mask=at < R, other=0.0).to(tl.float32)
+                logit += x * tl.load(weight + h * R + at, mask=at < R, other=0.0)
+            tl.store(lam + nh, tl.sigmoid(tl.sum(logit, 0) + tl.load(bias + h)))
+        if h == 0:
+            seen = count + nh // H
+            tl.store(seen, tl.load(seen) + 1)
+
+
+@triton.jit
+def read_kernel(
+    q, k, v, g, beta, recurrent, o, lam, key_sum, count, partial, H, G, K, V, scale, eps,
+    UNIT: tl.constexpr, CLEAN: tl.constexpr, CENTRED: tl.constexpr, SCALAR: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one head's state: decay, write, and read with the cleaned query."""
+    nv = tl.program_id(0).to(tl.int64)
+    nh = nv // G
+    rows = tl.arange(0, BK)
+    cols = tl.program_id(1) * BV + tl.arange(0, BV)
+    inside = rows < K
+    where = recurrent + nv * K * V + rows[:, None].to(tl.int64) * V + cols[None, :]
+    mask = inside[:, None] & (cols < V)[None, :]
+    state = tl.load(where, mask=mask, other=0.0)
+    value = tl.load(v + nv * V + cols, mask=cols < V, other=0.0).to(tl.float32)
+    query = tl.load(q + nh * K + rows, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(k + nh * K + rows, mask=inside, other=0.0).to(tl.float32)
+    if SCALAR:
+        state *= tl.exp(tl.load(g + nv).to(tl.float32))
+    if CHANNEL:
+        state *= tl.exp(tl.load(g + nh * K + rows, mask=inside, other=0.0).to(tl.float32))[:, None]
+    q_rnorm = 1.0
+    if UNIT:
+        q_rnorm = tl.rsqrt(tl.sum(query * query, 0) + eps)
+        query *= q_rnorm
+        key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
+        key = key.to(k.dtype.element_ty).to(tl.float32)
+    if CLEAN:
+        t = tl.load(count + nh // H).to(tl.float32)
+        y = tl.zeros([BK], tl.float32)
+        for block in tl.static_range(NB):
+            y += tl.load(partial + (nh * NB + block) * K + rows, mask=inside, other=0.0)
+        y *= q_rnorm / t  # the partial sums are of q as it came
+        if CENTRED:
+            total = tl.load(key_sum + nh * K + rows, mask=inside, other=0.0) / t
+            y -= total * tl.sum(total * query, 0)
+        query -= tl.load(lam + nh).to(tl.float32) * y
+    if UNIT or CLEAN:
+        query = query.to(q.dtype.element_ty).to(tl.float32)
+    if DELTA:
+        value = tl.load(beta + nv).to(tl.float32) * (value - tl.sum(state * key[:, None], 0))
+    state += key[:, None] * value[None, :]
+    tl.store(where, state, mask=mask)
+    out = scale * tl.sum(state * query[:, None], 0)
+    tl.store(o + nv * V + cols, out.to(o.dtype.element_ty), mask=cols < V)
+
+
+def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor, Tensor]:
+    """C, s and t of the covariance include this token; lam, and C q in parts [B, H, NB, K]."""
+    batch, heads, size = q.shape
+    state = cleaning.covariance
+    second_moment = state.lower_triangle()
+    for name, x in (("second_moment", second_moment), ("key_sum", state.key_sum), ("count", state.count)):
+        if not x.is_contiguous():
+            raise ValueError(f"covariance.{name}: expected a contiguous tensor to update in place, got a strided one")
+    raw = (q if cleaning.raw is None else cleaning.raw).contiguous()
+    weight, bias = (None, None) if cleaning.gate is None else (x.contiguous() for x in cleaning.gate)
+    gated = cleaning.lam is None
+    lam = q.new_empty(batch, heads, dtype=torch.float32) if cleaning.lam is None else cleaning.lam.contiguous()
+    block_k = block_size(size)
+    side = min(BLOCK, block_k)
+    blocks = triton.cdiv(size, side)
+    partial = q.new_empty(batch, heads, blocks, size, dtype=torch.float32)
+    covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2)](
+        q, k, lam, raw, weight, bias, second_moment, state.key_sum, state.count, partial,
+        heads, size, raw.numel() // batch, EPS,
+        UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated,
+        NB=blocks, BB=side, BK=block_k, num_warps=4,
+    )  # fmt: skip
+    return lam, partial
+
+
+def decode_step(
+    q: Tensor, k: Tensor, v: Tensor, recurrent: Tensor, g: Tensor | None, beta: Tensor | None,
+    scale: float, unit_qk: bool, cleaning: Cleaning | None,
+) -> Tensor:  # fmt: skip
+    """As `ccq.ops.decode_step`."""
+    if not recurrent.is_contiguous():
+        raise ValueError("recurrent: expected a contiguous tensor to update in place, got a strided one")
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    g, beta = (None if x is None else x.contiguous() for x in (g, beta))
+    batch, heads, size = q.shape
+    value_heads, value_size = v.shape[1:]
+    lam = partial = state = None
+    if cleaning is not None:
+        state = cleaning.covariance
+        lam, partial = update_covariance(q, k, cleaning)
+        unit_qk = cleaning.normalize == "unit"
+    out = torch.empty_like(v)
+    block_v = columns(batch * value_heads, value_size, q.device)
+    read_kernel[(batch * value_heads, triton.cdiv(value_size, block_v))](
+        q, k, v, g, beta, recurrent, out,
+        lam, None if state is None else state.key_sum, None if state is None else state.count, partial,
+        heads, value_heads // heads, size, value_size, scale, EPS,
+        UNIT=unit_qk, CLEAN=cleaning is not None, CENTRED=cleaning is not None and cleaning.centred,
+        SCALAR=g is not None and g.ndim == 2, CHANNEL=g is not None and g.ndim == 3, DELTA=beta is not None,
+        NB=1 if partial is None else partial.shape[2], BK=block_size(size), BV=block_v, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def columns(heads: int, value_size: int, device: torch.device) -> int:
+    """BV: 32 values a program are whole 128-byte lines; half of them where that would leave the chip half empty."""
+    return 16 if heads * triton.cdiv(value_size, 32) < 2 * processors(device) else 32
