@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ccq.ops.dispatch import nearest
+from ccq.ops.reference import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -29,17 +30,49 @@ class Sequences:
 
     count: int  # N: B without cu_seqlens
     cu_seqlens: Int[Tensor, " N1"] | None = None  # borders of sequences packed along T (then B == 1)
-    positions: Int[Tensor, "B T"] | None = (
-        None  # of each token in its own sequence, what is cached counted; None: 0..T-1
-    )
+    positions: Int[Tensor, "B T"] | None = None  # of each token in its sequence, the cached ones counted; None: 0..T-1
+    longest: int | None = None  # tokens of the longest sequence of the call, where the host knows them
 
 
-class Mixer(nn.Module):
-    """One layer's view along the sequence. A subclass says how many numbers a sequence has to remember.
+class Owner(nn.Module):
+    """A module whose own parameters, few and delicate, stay fp32 in a half-precision model; its submodules do not.
 
-    Parameters are filled by `reset_parameters`, which may be called again, and on a module that was made on the meta
-    device; it touches only what the module owns itself, never its submodules.
+    bf16 cannot represent a step of 1e-3 at the bias -4.6 of a gate, and rounds a log-decay before it is multiplied by
+    thousands of tokens. `reset_parameters` fills them; it may be called again, and on a module made on the meta device.
     """
+
+    no_weight_decay: tuple[str, ...] = ()  # which of them weight decay must not touch
+
+    def own(self, name: str, *shape: int) -> None:
+        """Add a parameter, unfilled, in fp32 (fp64 where that is the default dtype)."""
+        parameter = nn.Parameter(torch.empty(*shape, dtype=stats_dtype(torch.get_default_dtype())))
+        self.register_parameter(name, parameter)
+
+    def fill(self, name: str, function: Callable[[Tensor], Any]) -> None:
+        """Let `function` fill a parameter in place, unless transformers has loaded it."""
+        parameter = getattr(self, name)
+        if name in self.no_weight_decay:
+            parameter._no_weight_decay = True
+        if not getattr(parameter, "_is_hf_initialized", False):
+            with torch.no_grad():
+                function(parameter)
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters that this module itself owns."""
+
+    def _apply(self, fn, recurse=True):
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+
+        def keep(x: Tensor) -> Tensor:
+            y = fn(x)
+            return x.to(y.device) if y.dtype in (torch.bfloat16, torch.float16) else y
+
+        return super()._apply(keep, recurse=False)
+
+
+class Mixer(Owner):
+    """One layer's view along the sequence."""
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__()
@@ -70,6 +103,9 @@ class Mixer(nn.Module):
     ) -> LayerState:
         """The state of `n` sequences before their first token; `dtype` is that of the activations."""
         raise NotImplementedError
+
+    def reserve(self, state: LayerState, length: int) -> None:
+        """Make room in `state` for sequences of `length` tokens; only attention needs any."""
 
     def state_bytes(self, length: int = 0) -> int:
         """Bytes to remember one sequence of `length` tokens, as stored, the covariance counted."""
@@ -104,3 +140,16 @@ def make_mixer(config: CCQConfig, layer: int) -> Mixer:
             f"mixer: expected one of {', '.join(known)}, got {config.mixer!r}.{nearest(config.mixer, known)}"
         )
     return MIXERS[config.mixer](config, layer)
+
+
+def no_weight_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters of `model` that weight decay must not touch.
+
+    A module names its own in `no_weight_decay`. They carry `_no_weight_decay = True` too, but a tensor that replaces
+    another one (loading, leaving the meta device) does not, so ask this function.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "no_weight_decay", ())
+    }

@@ -243,24 +243,32 @@ def spans(g: Tensor) -> Tensor:
     return behind.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
 
 
-def channel_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+def channel_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """sum_c q_ic k_jc exp(sum of g_c behind j up to i) for j <= i, else 0: [..., C, K] -> [..., C, C].
 
-    Every pair of tokens is parted once by the border between two halves of some block of 2, 4, ..., C tokens. The decay
+    Every pair of tokens is parted once by the border between the halves of a block of 2, 4, ..., or C tokens. The decay
     from j to i is that from j to the border, which goes to k, times that from the border to i, which goes to q: the
     later half's scores with the earlier one are then one product.
+
+    Returns also the sums of g up to each token and behind it, which come with the blocks.
     """
-    scores = (q * k).sum(-1)[..., None, None]  # [..., C, 1, 1]: each token with itself
+    scores = (q * k).sum(-1)[..., None, None]  # of blocks, [..., C, 1, 1]: each token with itself
+    up_to = g.unsqueeze(-2)  # in a block, [..., C, 1, K]
+    behind = torch.zeros_like(up_to)
     half = 1
     while half < q.shape[-2]:
-        (_, q_later), (k_earlier, _), (g_earlier, g_later) = (
-            x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, g)
+        (first, second), (up_to_1, up_to_2), (behind_1, behind_2) = (
+            x.unflatten(-3, (-1, 2)).unbind(-3) for x in (scores, up_to, behind)
         )
-        cross = (q_later * g_later.cumsum(-2).exp()) @ (k_earlier * after(g_earlier).exp()).mT
-        first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
+        (k_1, _), (_, q_2) = (x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (k, q))
+        cross = (q_2 * up_to_2.exp()) @ (k_1 * behind_1.exp()).mT
         scores = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
+        up_to, behind = (
+            torch.cat([up_to_1, up_to_2 + up_to_1[..., -1:, :]], -2),
+            torch.cat([behind_1 + up_to_2[..., -1:, :], behind_2], -2),
+        )
         half *= 2
-    return scores.squeeze(-3)
+    return scores.squeeze(-3), up_to.squeeze(-3), behind.squeeze(-3)
 
 
 def _chunkwise(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
@@ -278,41 +286,42 @@ def _chunkwise(q, k, v, g, beta, scale, initial_state, output_final_state, cu_se
 
     with exact_matmul(q) if q.is_cuda else no_autocast(q):
         q, k, u = grid(q) * scale, grid(k), grid(v)
-        q_read, k_write, decays = q, k, None
-        pairs: Tensor | None
+        read, write, decays = q, k, None  # what meets the state before the chunk, and what adds to it
         if g is None:
-            pairs = torch.ones(layout.size, layout.size, dtype=high, device=q.device).tril()
+            scores = (q @ k.mT).tril()
+        elif g.ndim == 4:
+            scores, up_to, behind = channel_scores(q, k, grid(g))
         else:
-            g = grid(g if g.ndim == 4 else g[..., None])
-            since = g.cumsum(-2).exp()  # exp(G_t)
-            q_read, k_write = q * since, k * after(g).exp()
-            decays = g.sum(-2).exp()[..., None].split(layout.counts)  # of the state over a chunk, [n, H, G, 1 or K, 1]
-            pairs = spans(g) if g.shape[-1] == 1 else None
-        scores = channel_scores(q, k, g) if pairs is None else (q @ k.mT) * pairs
+            g = grid(g[..., None])
+            pairs, up_to, behind = spans(g), g.cumsum(-2), after(g)
+            scores = (q @ k.mT) * pairs
+        if g is not None:
+            read, write = q * up_to.exp(), k * behind.exp()
+            decays = up_to[..., -1, :].exp()[..., None].split(layout.counts)  # [n, H, G, 1 or K, 1]
         seen = None
         if beta is not None:
             strength = grid(beta[..., None])
             # u = u_0 - w S, linear in the state before the chunk: both are solved for at once
-            known = torch.cat([strength * u, strength * (k if g is None else k * since)], -1)
-            system = strength * (k @ k.mT * pairs)
+            known = torch.cat([strength * u, strength * (k if g is None else k * up_to.exp())], -1)
+            system = strength * (k @ k.mT if g is None else k @ k.mT * pairs)
             u, w = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
                 [v.shape[-1], key_size], -1
             )
             seen = w.split(layout.counts)
 
         outputs, finished = [], []
-        parts = zip(*(x.split(layout.counts) for x in (q_read, k_write, u, scores)), strict=True)
-        for i, (q_i, k_i, u_i, scores_i) in enumerate(parts):
+        parts = zip(*(x.split(layout.counts) for x in (read, write, u, scores)), strict=True)
+        for i, (read_i, write_i, u_i, scores_i) in enumerate(parts):
             running = layout.counts[i]
             if running < state.shape[0]:
                 state, done = state.split([running, state.shape[0] - running])
                 finished.append(done)
             if seen is not None:
                 u_i = u_i - seen[i] @ state
-            outputs.append(q_i @ state + scores_i @ u_i)
+            outputs.append(read_i @ state + scores_i @ u_i)
             if decays is not None:
                 state = state * decays[i]
-            state = state + k_i.mT @ u_i
+            state = state + write_i.mT @ u_i
         o = from_chunks(torch.cat(outputs).flatten(1, 2), layout, batch, length).to(v.dtype)
         if not output_final_state:
             return o, None
