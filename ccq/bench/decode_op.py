@@ -49,6 +49,7 @@ class Layer:
             (
                 torch.zeros(batch, heads, key, value, device="cuda"),
                 CovarianceState.zeros(batch, heads, key, device="cuda"),
+                CovarianceState.zeros(batch, heads, key, device="cuda"),  # for the step of its own: it keeps all of C_t
             )
             for _ in range(self.copies)
         ]
@@ -56,9 +57,9 @@ class Layer:
 
     def bytes(self, cleaned: bool) -> int:
         """What must move: the states in and out, of the symmetric C_t one triangle."""
-        recurrent, covariance = self.states[0]
+        recurrent, covariance, _ = self.states[0]
         size = self.q.shape[-1]
-        triangle = covariance.lower_triangle().nbytes * (size + 1) / (2 * size)
+        triangle = covariance.second_moment.nbytes * (size + 1) / (2 * size)
         return int(2 * (recurrent.nbytes + (triangle + covariance.key_sum.nbytes if cleaned else 0)))
 
     def call(self, variant: str) -> Callable[[], object]:
@@ -70,12 +71,12 @@ class Layer:
             return decode_step(q, k, v, next(self.turn)[0], g, beta, unit_qk=True)
 
         def composed():
-            recurrent, covariance = next(self.turn)
+            recurrent, _, covariance = next(self.turn)
             q_clean, k_bar, _ = clean_query_step(q, k, gate(q, *self.gate), covariance, inplace=True)
             return decode_step(q_clean, k_bar, v, recurrent, g, beta)
 
         def ours():
-            recurrent, covariance = next(self.turn)
+            recurrent, covariance, _ = next(self.turn)
             return decode_step(q, k, v, recurrent, g, beta, cleaning=Cleaning(covariance, gate=self.gate))
 
         return {"unit": unit, "composed": composed, "ours": ours}[variant]

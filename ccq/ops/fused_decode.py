@@ -3,7 +3,8 @@
 The states are the traffic: K x V fp32 a head, read and written, and K x K of the covariance, of which only the lower
 blocks are touched. Each launch is split finely, so that few heads still fill the chip, and no program reads what
 another of the same launch writes: the first leaves what it read of C q as partial sums, one a block, and the second
-adds them up. Nothing is kept between calls, so that steps may be captured, and run on several streams.
+adds them up, having fetched its part of the state while the first still ran. Nothing is kept between calls, so that
+steps may be captured, and run on several streams.
 
 P = NB (NB + 1) / 2 lower blocks of BB x BB a head; the rest as in decode.py.
 """
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ccq.ops.decode import Cleaning
 from ccq.ops.fused import block_size, processors
@@ -26,10 +28,24 @@ BLOCK = 64  # of the covariance's side
 @triton.jit
 def covariance_kernel(
     q, k, lam, raw, weight, bias, second_moment, key_sum, count, partial, H, K, R, eps,
-    UNIT: tl.constexpr, ROUND: tl.constexpr, GATE: tl.constexpr, NB: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
+    UNIT: tl.constexpr, ROUND: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    NB: tl.constexpr, NR: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """C += k k^T on one lower block, and what it adds to C q; s += k; the gate once a head; t += 1 once a sequence."""
+    """C += k k^T and s += k on one lower block, and what it adds to C q. A head's last program: its gate, and t."""
+    if OVERLAP:
+        gdc_launch_dependents()
     nh = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == NB * (NB + 1) // 2:
+        h = nh % H
+        if GATE:
+            at = tl.arange(0, NR)[:, None] * BK + tl.arange(0, BK)[None, :]
+            x = tl.load(raw + (nh // H) * R + at, mask=at < R, other=0.0).to(tl.float32)
+            x *= tl.load(weight + h * R + at, mask=at < R, other=0.0)
+            tl.store(lam + nh, tl.sigmoid(tl.sum(tl.sum(x, 0), 0) + tl.load(bias + h)))
+        if h == 0:
+            seen = count + nh // H
+            tl.store(seen, tl.load(seen) + 1)
+        return
     i, j = lower_block(tl.program_id(1))
     rows = i * BB + tl.arange(0, BB)
     cols = j * BB + tl.arange(0, BB)
@@ -58,26 +74,13 @@ def covariance_kernel(
     else:
         total = tl.load(key_sum + nh * K + rows, mask=rows < K, other=0.0)
         tl.store(key_sum + nh * K + rows, total + key_i, mask=rows < K)
-    if tl.program_id(1) == 0:
-        h = nh % H
-        if GATE:
-            some = tl.arange(0, BK)
-            logit = tl.zeros([BK], tl.float32)
-            for first in range(0, R, BK):
-                at = first + some
-                x = tl.load(raw + (nh // H) * R + at, mask=at < R, other=0.0).to(tl.float32)
-                logit += x * tl.load(weight + h * R + at, mask=at < R, other=0.0)
-            tl.store(lam + nh, tl.sigmoid(tl.sum(logit, 0) + tl.load(bias + h)))
-        if h == 0:
-            seen = count + nh // H
-            tl.store(seen, tl.load(seen) + 1)
 
 
 @triton.jit
 def read_kernel(
     q, k, v, g, beta, recurrent, o, lam, key_sum, count, partial, H, G, K, V, scale, eps,
     UNIT: tl.constexpr, CLEAN: tl.constexpr, CENTRED: tl.constexpr, SCALAR: tl.constexpr, CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, OVERLAP: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """BV columns of one head's state: decay, write, and read with the cleaned query."""
     nv = tl.program_id(0).to(tl.int64)
@@ -101,6 +104,8 @@ def read_kernel(
         query *= q_rnorm
         key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
         key = key.to(k.dtype.element_ty).to(tl.float32)
+    if OVERLAP:  # all above was there before the covariance's launch; what follows it wrote
+        gdc_wait()
     if CLEAN:
         t = tl.load(count + nh // H).to(tl.float32)
         y = tl.zeros([BK], tl.float32)
@@ -133,15 +138,16 @@ def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor,
     weight, bias = (None, None) if cleaning.gate is None else (x.contiguous() for x in cleaning.gate)
     gated = cleaning.lam is None
     lam = q.new_empty(batch, heads, dtype=torch.float32) if cleaning.lam is None else cleaning.lam.contiguous()
-    block_k = block_size(size)
+    block_k, width = block_size(size), raw.numel() // batch
     side = min(BLOCK, block_k)
     blocks = triton.cdiv(size, side)
     partial = q.new_empty(batch, heads, blocks, size, dtype=torch.float32)
-    covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2)](
+    covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2 + 1)](
         q, k, lam, raw, weight, bias, second_moment, state.key_sum, state.count, partial,
-        heads, size, raw.numel() // batch, EPS,
-        UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated,
-        NB=blocks, BB=side, BK=block_k, num_warps=4,
+        heads, size, width, EPS,
+        UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated, OVERLAP=overlaps(q.device),
+        NB=blocks, NR=triton.next_power_of_2(triton.cdiv(width, block_k)), BB=side, BK=block_k,
+        num_warps=warps(block_k),
     )  # fmt: skip
     return lam, partial
 
@@ -163,6 +169,7 @@ def decode_step(
         lam, partial = update_covariance(q, k, cleaning)
         unit_qk = cleaning.normalize == "unit"
     out = torch.empty_like(v)
+    block_k, overlap = block_size(size), cleaning is not None and overlaps(q.device)
     block_v = columns(batch * value_heads, value_size, q.device)
     read_kernel[(batch * value_heads, triton.cdiv(value_size, block_v))](
         q, k, v, g, beta, recurrent, out,
@@ -170,9 +177,20 @@ def decode_step(
         heads, value_heads // heads, size, value_size, scale, EPS,
         UNIT=unit_qk, CLEAN=cleaning is not None, CENTRED=cleaning is not None and cleaning.centred,
         SCALAR=g is not None and g.ndim == 2, CHANNEL=g is not None and g.ndim == 3, DELTA=beta is not None,
-        NB=1 if partial is None else partial.shape[2], BK=block_size(size), BV=block_v, num_warps=4,
+        OVERLAP=overlap, NB=1 if partial is None else partial.shape[2], BK=block_k, BV=block_v,
+        num_warps=warps(block_k), **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return out
+
+
+def warps(block_k: int) -> int:
+    """No more threads than a key has channels: they would only repeat each other."""
+    return max(1, min(4, block_k // 32))
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends (programmatic dependent launch, Hopper and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def columns(heads: int, value_size: int, device: torch.device) -> int:
