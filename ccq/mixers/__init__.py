@@ -1,5 +1,25 @@
 """Sequence mixers, one file a backbone; `MIXERS` names them."""
 
-from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, register
+from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, no_weight_decay, register
+from ccq.mixers.cleaning import QueryCleaner
+from ccq.mixers.gated_deltanet import GatedDeltaNet
+from ccq.mixers.gla import GatedLinearAttention
+from ccq.mixers.linear_attention import DeltaNet, LinearAttention, RetNet
+from ccq.mixers.mamba2 import Mamba2
 
-__all__ = ["MIXERS", "LayerState", "Mixer", "Sequences", "make_mixer", "register"]
+__all__ = [
+    "MIXERS",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "LayerState",
+    "LinearAttention",
+    "Mamba2",
+    "Mixer",
+    "QueryCleaner",
+    "RetNet",
+    "Sequences",
+    "make_mixer",
+    "no_weight_decay",
+    "register",
+]

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.ops.reference import stats_dtype
+from ccq.ops import reference
+from ccq.ops.reference import EPS, stats_dtype
 
 # the one switch: False runs plain PyTorch on a GPU too, to look for a kernel that errs
 FUSED = True
@@ -57,25 +58,41 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) with `gate_first`, as Mamba2 has it."""
+    """rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) with `gate_first`, as Mamba2 has it.
 
-    def __init__(self, size: int, eps: float = 1e-6, gate_first: bool = False) -> None:
+    `groups`: how many equal parts of the last dimension are normalised apart.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6, gate_first: bool = False, groups: int = 1) -> None:
         super().__init__(size, eps)
         self.gate_first = gate_first
+        self.groups = groups
 
     def forward(self, x: Float[Tensor, "*B D"], gate: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:  # type: ignore[override]
         if fused(x):
-            if self.gate_first:
+            if self.gate_first or self.groups > 1:
                 from fla.modules.norm.layernorm_gated import rmsnorm_fn
 
-                return rmsnorm_fn(x, self.weight, None, z=gate, eps=self.eps, norm_before_gate=False)
+                options = {"group_size": x.shape[-1] // self.groups, "norm_before_gate": not self.gate_first}
+                return rmsnorm_fn(x, self.weight, None, z=gate, eps=self.eps, **options)
             from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
             return rms_norm_gated(x, gate, self.weight, None, activation="swish", eps=self.eps)
         high = stats_dtype(x.dtype)
         y, swish, weight = x.to(high), F.silu(gate.to(high)), self.weight.to(high)
         if self.gate_first:
-            y = F.rms_norm(y * swish, weight.shape, weight, self.eps)
-        else:
-            y = F.rms_norm(y, weight.shape, weight, self.eps) * swish
+            y = y * swish
+        parts = y.unflatten(-1, (self.groups, -1))
+        y = F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * weight
+        if not self.gate_first:
+            y = y * swish
         return y.to(x.dtype)
+
+
+def unit(x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
+    """x / sqrt(sum(x^2) + 1e-6): the length that `clean_query` gives to q and k."""
+    if fused(x):
+        from fla.modules.norm.l2norm import l2norm
+
+        return l2norm(x, EPS)
+    return reference.unit(x).to(x.dtype)

@@ -1,0 +1,166 @@
+"""Cleaning as a mixer has it: one line between its feature map and its recurrence, and nothing where it is off.
+
+    lam = sigmoid(W q + b)                     from the raw query, all heads together
+    q_clean, k_bar = clean_query(q, k, lam)    the backbone reads with one and writes with the other
+
+B batch, N sequences (B of them, or packed ones), T tokens, H heads, K size of a raw query, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.mixers.base import LayerState, Owner, Sequences
+from ccq.mixers.norms import unit
+from ccq.ops import Cleaning, CovarianceState, clean_query, decode_step, gate
+from ccq.ops.chunk import CHUNK
+from ccq.ops.reference import stats_dtype
+
+if TYPE_CHECKING:
+    from ccq.model.config import CCQConfig
+
+
+class QueryCleaner(Owner):
+    """What happens to q and k before they meet the state: nothing, unit length, cleaning, or Comba's read.
+
+        clean               q - lam * Sigma_t q, k; both unit first (normalize="unit") or as they are ("stats")
+        unit_qk             q / |q|, k / |k|: the control without cleaning
+        current_key_read    q - d * k of the same token, d learned, one a head, after unit_qk
+
+    For analysis: with `record`, `lam` is that of the last call; `intervention` maps lam to the one that is used.
+    """
+
+    gate_weight: Tensor  # [H, H * K]
+    gate_bias: Tensor  # [H]
+    current_key: Tensor  # d [H]
+
+    def __init__(self, config: CCQConfig, heads: int, size: int, features: int | None = None) -> None:
+        """`size` of a raw query, that the gate sees; `features` of what is cleaned, where a map made them."""
+        super().__init__()
+        self.heads, self.features = heads, features or size
+        self.clean, self.centred, self.normalize = config.clean, config.centred, config.normalize
+        self.fixed_lam, self.gate_init = config.fixed_lam, config.gate_init
+        self.unit_qk, self.backend = config.unit_qk, config.backend
+        self.current_key_init = config.current_key_init if config.current_key_read else None
+        self.plain = not config.clean and not config.current_key_read
+        self.has_gate = self.clean and self.fixed_lam is None
+        self.no_weight_decay = ("current_key",) if config.current_key_read else ()
+        if self.has_gate:
+            self.own("gate_weight", heads, heads * size)
+            self.own("gate_bias", heads)
+            if not config.decay_gate_bias:
+                self.no_weight_decay += ("gate_bias",)
+        if self.current_key_init is not None:
+            self.own("current_key", heads)
+        self.record = False
+        self.lam: Tensor | None = None
+        self.intervention: Callable[[Tensor], Tensor] | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.has_gate:
+            self.fill("gate_weight", nn.init.zeros_)
+            logit = math.log(self.gate_init / (1 - self.gate_init))
+            self.fill("gate_bias", lambda bias: nn.init.constant_(bias, logit))
+        if self.current_key_init is not None:
+            start = self.current_key_init
+            self.fill("current_key", lambda d: nn.init.constant_(d, start))
+
+    def gate(self, q: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H"] | None:
+        """lam of the raw query, in fp32; None where nothing is cleaned."""
+        if not self.clean:
+            return None
+        if self.fixed_lam is None:
+            lam = gate(q, self.gate_weight, self.gate_bias, self.backend)
+        else:
+            lam = q.new_full(q.shape[:-1], self.fixed_lam, dtype=stats_dtype(q.dtype))
+        if self.intervention is not None:
+            lam = self.intervention(lam)
+        if self.record:
+            self.lam = lam.detach()
+        return lam
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit q and k, where they are wanted and cleaning will not make them so itself."""
+        if self.unit_qk and not (self.clean and self.normalize == "unit"):
+            return unit(q), unit(k)
+        return q, k
+
+    def forward(
+        self,
+        q: Float[Tensor, "B T H F"],
+        k: Float[Tensor, "B T H F"],
+        lam: Float[Tensor, "B T H"] | None,
+        seqs: Sequences,
+        state: LayerState | None = None,
+        output_state: bool = False,
+    ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
+        """The query to read with, the key to write with, and the covariance after the last token where asked for."""
+        q, k = self.prepare(q, k)
+        covariance = None
+        if lam is not None:
+            q, k, covariance = clean_query(
+                q, k, lam, self.centred, self.normalize,
+                initial_state=None if state is None else state["covariance"],
+                output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.backend,
+            )  # fmt: skip
+        return self.without_current_key(q, k), k, covariance
+
+    def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
+        if self.current_key_init is None:
+            return q
+        return q - (self.current_key[:, None] * k).to(q.dtype)
+
+    def step(
+        self,
+        raw: Float[Tensor, "B H K"],
+        q: Float[Tensor, "B H F"],
+        k: Float[Tensor, "B H F"],
+        v: Float[Tensor, "B Hv V"],
+        state: LayerState,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Float[Tensor, "B Hv V"]:
+        """Gate, cleaning, write and read of one token, in place: what `gate`, `forward` and the recurrence do.
+
+        They are one call because the states' traffic is what a step costs.
+        """
+        if not self.plain:  # else the step makes them unit
+            q, k = self.prepare(q, k)
+        cleaning = None
+        if self.clean:
+            by_gate = self.has_gate and self.intervention is None and not self.record  # the step can gate by itself
+            cleaning = Cleaning(
+                state["covariance"],
+                lam=None if by_gate else self.gate(raw),
+                gate=(self.gate_weight, self.gate_bias) if by_gate else None,
+                raw=None if raw is q else raw,
+                centred=self.centred,
+                normalize=self.normalize,
+            )
+        return decode_step(
+            self.without_current_key(q, k), k, v, state["recurrent"], g, beta, scale,
+            unit_qk=self.plain and self.unit_qk, cleaning=cleaning, backend=self.backend,
+        )  # fmt: skip
+
+    def new_state(self, n: int, device: torch.device | str | None, dtype: torch.dtype) -> LayerState:
+        """{"covariance": zeros} where a covariance is kept, {} elsewhere."""
+        if not self.clean:
+            return {}
+        high = stats_dtype(dtype)
+        return {"covariance": CovarianceState.zeros(n, self.heads, self.features, dtype=high, device=device)}
+
+    def flops(self) -> float:
+        """Of the chunkwise cleaning and its gate, forward, a token."""
+        if not self.clean:
+            return 0.0
+        size = self.features
+        total = 4.0 * self.heads * size * (size + CHUNK)
+        return total + (2.0 * self.gate_weight.numel() if self.has_gate else 0.0)

@@ -1,0 +1,109 @@
+"""The short convolution before the recurrence: each channel looks at its last W tokens.
+
+    y_t = silu( sum_{i<W} weight_i x_{t-W+1+i} + bias )
+
+B batch, N sequences (B of them, or packed ones), T tokens, C channels, W width. The state holds the last W - 1 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.mixers.base import Sequences
+from ccq.mixers.norms import fused
+from ccq.ops.dispatch import resolve
+from ccq.ops.reference import stats_dtype
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution of width W, then SiLU; it does not look over the border of a sequence."""
+
+    def __init__(self, channels: int, width: int, bias: bool = False, std: float = 0.02) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T C"],
+        seqs: Sequences,
+        state: Float[Tensor, "N C W1"] | None = None,
+    ) -> Float[Tensor, "B T C"]:
+        """y, continuing from `state`; `final_state` gives the next one."""
+        past = self.weight.shape[-1] - 1
+        if fused(x):
+            from fla.modules.causal_conv1d import causal_conv1d
+
+            if state is not None:  # fla keeps W inputs and reads the last W - 1 of them
+                state = F.pad(state, (1, 0))
+            weight = self.weight.squeeze(1)
+            return causal_conv1d(
+                x, weight, self.bias, initial_state=state, activation="silu", cu_seqlens=seqs.cu_seqlens
+            )[0]
+        length, channels = x.shape[1:]
+        before = x.new_zeros(seqs.count, past, channels) if state is None else state.mT.to(x.dtype)
+        if seqs.cu_seqlens is None:
+            padded, tokens = torch.cat([before, x], 1), None
+        else:  # each sequence behind its own W - 1 earlier inputs
+            sequence = owner(seqs.cu_seqlens, length)
+            tokens = torch.arange(length, device=x.device) + past * (sequence + 1)
+            starts = seqs.cu_seqlens[:-1, None] + past * torch.arange(seqs.count, device=x.device)[:, None]
+            rows = (starts + torch.arange(past, device=x.device)).flatten()
+            padded = x.new_zeros(1, length + past * seqs.count, channels)
+            padded = padded.index_copy(1, tokens, x).index_copy(1, rows, before.flatten(0, 1)[None])
+        high = stats_dtype(x.dtype)
+        weight = self.weight.to(high)
+        padded = padded.to(high)
+        y = padded[:, past:] * weight[:, 0, past]
+        for i in range(past):
+            y = y + padded[:, i : padded.shape[1] - past + i] * weight[:, 0, i]
+        if tokens is not None:
+            y = y.index_select(1, tokens - past)
+        if self.bias is not None:
+            y = y + self.bias.to(high)
+        return F.silu(y).to(x.dtype)
+
+    def step(self, x: Float[Tensor, "B C"], state: Float[Tensor, "B C W1"], backend: str = "auto") -> Tensor:
+        """y [B, C] for one more token of each sequence; `state` is updated in place."""
+        if resolve(backend, x.device, x.dtype, 1) == "triton":
+            from ccq.mixers import fused_conv  # imports Triton
+
+            return fused_conv.step(x, state, self.weight, self.bias)
+        high = stats_dtype(x.dtype)
+        window = torch.cat([state, x[..., None].to(state.dtype)], -1)
+        state.copy_(window[..., 1:])
+        y = (window.to(high) * self.weight.squeeze(1).to(high)).sum(-1)
+        if self.bias is not None:
+            y = y + self.bias.to(high)
+        return F.silu(y).to(x.dtype)
+
+
+def owner(cu_seqlens: Tensor, length: int) -> Tensor:
+    """[T] the sequence of each token, found without waiting for the device."""
+    return torch.searchsorted(cu_seqlens, torch.arange(length, device=cu_seqlens.device), right=True) - 1
+
+
+def final_state(
+    x: Float[Tensor, "B T C"], seqs: Sequences, width: int, state: Float[Tensor, "N C W1"] | None = None
+) -> Float[Tensor, "N C W1"]:
+    """The last W - 1 inputs of each sequence, those of `state` counted, zeros before the first; T >= 1."""
+    past, length, channels = width - 1, x.shape[1], x.shape[2]
+    before = x.new_zeros(seqs.count, past, channels) if state is None else state.mT.to(x.dtype)
+    if seqs.cu_seqlens is None:
+        inputs = torch.cat([before, x[:, max(0, length - past) :]], 1)
+        return inputs[:, inputs.shape[1] - past :].mT.contiguous()
+    begins, ends = seqs.cu_seqlens[:-1, None], seqs.cu_seqlens[1:, None]
+    index = ends - past + torch.arange(past, device=x.device)  # [N, W-1] in x, or before its sequence began
+    earlier = (index - begins + past).clamp(0, past - 1)[..., None].expand(-1, -1, channels)
+    inputs = torch.where((index >= begins)[..., None], x[0, index.clamp(min=0)], before.gather(1, earlier))
+    return inputs.mT.contiguous()

@@ -1,0 +1,42 @@
+"""What q and k become before they meet: themselves, or Hedgehog's learned features.
+
+H heads, K size of a head, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.ops.reference import no_autocast, stats_dtype
+
+
+class Hedgehog(nn.Module):
+    """softmax of [2 W x, -2 W x], with W [F / 2, K] learned and shared by the heads.
+
+    W starts semi-orthogonal. Positive features that can be as peaked as a softmax over keys.
+    """
+
+    def __init__(self, size: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features // 2, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            nn.init.orthogonal_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H F"]:
+        y = F.linear(x, self.weight.to(x.dtype))
+        with no_autocast(x):  # which would return fp32
+            y = 2 * y.to(stats_dtype(x.dtype))
+            return torch.cat([y, -y], -1).softmax(-1).to(x.dtype)
+
+
+def make_feature_map(name: str, size: int, half_features: int) -> tuple[nn.Module, int]:
+    """The map called `name` for heads of `size`, and how many features it gives."""
+    if name == "identity":
+        return nn.Identity(), size
+    return Hedgehog(size, 2 * half_features), 2 * half_features

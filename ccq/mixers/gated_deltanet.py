@@ -1,0 +1,70 @@
+"""Gated DeltaNet: the state forgets at one rate a head, and what k stored before is replaced, not added to.
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
+    g_t = -exp(A_log) softplus(W_a x_t + dt_bias)        beta_t = sigmoid(W_b x_t)
+
+D hidden size, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.mixers.base import register
+from ccq.mixers.key_value import KeyValueMixer
+from ccq.ops.reference import stats_dtype
+
+if TYPE_CHECKING:
+    from ccq.model.config import CCQConfig
+
+
+@register("gated_deltanet")
+class GatedDeltaNet(KeyValueMixer):
+    silu = True
+    delta = True
+    no_weight_decay = ("A_log", "dt_bias")
+    A_log: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.a_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.own("A_log", self.heads)
+        self.own("dt_bias", self.heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.fill("A_log", lambda a: log_uniform_(a, 0.0, 16.0))
+        self.fill("dt_bias", inverse_softplus_of_times_)
+
+    def write(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
+        return log_decay(self.a_proj(x), self.A_log, self.dt_bias)[0], high(self.b_proj(x)).sigmoid()
+
+
+def high(x: Tensor) -> Tensor:
+    return x.to(stats_dtype(x.dtype))
+
+
+def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """-exp(A_log) * dt and dt = softplus(x + dt_bias), in fp32 (fp64 for fp64): Mamba2's time step and decay."""
+    x = high(x)
+    dt = F.softplus(x + dt_bias.to(x.dtype))
+    return -A_log.to(x.dtype).exp() * dt, dt
+
+
+def log_uniform_(x: Tensor, low: float, up: float) -> None:
+    """log of a uniform number."""
+    nn.init.uniform_(x, low, up).clamp_(min=1e-6).log_()  # the draw may be 0, and its log must be finite
+
+
+def inverse_softplus_of_times_(x: Tensor, least: float = 1e-3, most: float = 0.1) -> None:
+    """b with softplus(b) between `least` and `most`, uniform in the logarithm."""
+    dt = nn.init.uniform_(x, math.log(least), math.log(most)).exp()
+    x.copy_(dt + torch.log(-torch.expm1(-dt)))

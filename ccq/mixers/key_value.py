@@ -1,0 +1,150 @@
+"""The layer that linear-attention backbones share: only how their state forgets and writes is their own.
+
+B batch, N sequences (B of them, or packed ones), T tokens, D hidden size, H heads, K key size, F features of a key
+(K without a feature map), V value size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ccq.mixers.base import LayerState, Mixer, Sequences
+from ccq.mixers.cleaning import QueryCleaner
+from ccq.mixers.conv import ShortConv, final_state
+from ccq.mixers.feature_maps import make_feature_map
+from ccq.mixers.norms import GatedRMSNorm, RMSNorm
+from ccq.mixers.recurrence import flops, recurrence
+from ccq.ops.reference import stats_dtype
+
+if TYPE_CHECKING:
+    from ccq.model.config import CCQConfig
+
+
+class KeyValueMixer(Mixer):
+    """q, k, v -> (short convolution) -> (feature map) -> (cleaning) -> state -> norm, gate -> output.
+
+    A subclass gives `write`: the log-decay g and the strength beta of the delta rule, from x.
+    """
+
+    silu = False  # whether q, k and v pass a SiLU without a convolution too
+    delta = False  # whether `write` returns a beta
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        hidden, self.heads = config.hidden_size, config.num_heads
+        self.key_size, self.value_size = config.key_size, config.value_size
+        self.key_width, self.value_width = self.heads * self.key_size, self.heads * self.value_size
+        self.q_proj = nn.Linear(hidden, self.key_width, bias=False)
+        self.k_proj = nn.Linear(hidden, self.key_width, bias=False)
+        self.v_proj = nn.Linear(hidden, self.value_width, bias=False)
+        self.conv_size = config.conv_size
+        if self.conv_size is not None:
+            self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+                ShortConv(width, self.conv_size, std=config.initializer_range) for width in self.widths
+            )
+        self.feature_map_q, self.features = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
+        self.feature_map_k, _ = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
+        self.cleaner = QueryCleaner(config, self.heads, self.key_size, self.features)
+        self.g_proj = nn.Linear(hidden, self.value_width, bias=False) if config.output_gate else None
+        norm = GatedRMSNorm if config.output_gate else RMSNorm
+        self.o_norm = norm(self.value_size, config.norm_eps)
+        self.o_proj = nn.Linear(self.value_width, hidden, bias=False)
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of q, k and v, in the order in which they lie in the state of the convolution."""
+        return [self.key_width, self.key_width, self.value_width]
+
+    def write(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor | None, Tensor | None]:
+        """g [*B, H] or [*B, H, F] and beta [*B, H]; None for no decay, and for an additive write."""
+        raise NotImplementedError
+
+    def heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[*B, H * K] -> [*B, H, K]"""
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
+        return q, k, v
+
+    def output(self, o: Float[Tensor, "*B H V"], x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        o = self.o_norm(o) if self.g_proj is None else self.o_norm(o, self.g_proj(x).unflatten(-1, (self.heads, -1)))
+        return self.o_proj(o.flatten(-2))
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        seqs: Sequences,
+        state: LayerState | None = None,
+        output_state: bool = False,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
+        new: LayerState = {}
+        qkv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        if self.conv_size is not None:
+            past = [None] * 3 if state is None else state["conv"].split(self.widths, 1)
+            if output_state:
+                ends = [final_state(y, seqs, self.conv_size, p) for y, p in zip(qkv, past, strict=True)]
+                new["conv"] = torch.cat(ends, 1)
+            convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            qkv = [conv(y, seqs, p) for conv, y, p in zip(convs, qkv, past, strict=True)]
+        elif self.silu:
+            qkv = [F.silu(y) for y in qkv]
+        q, k, v = self.heads_of(*qkv)
+        lam = self.cleaner.gate(q)
+        q, k = self.feature_map_q(q), self.feature_map_k(k)
+        q, k, covariance = self.cleaner(q, k, lam, seqs, state, output_state)
+        g, beta = self.write(x)
+        o, recurrent = recurrence(
+            q, k, v, g, beta, initial_state=None if state is None else state["recurrent"],
+            output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.config.backend,
+        )  # fmt: skip
+        if not output_state:
+            return self.output(o, x), None
+        new["recurrent"] = recurrent
+        if covariance is not None:
+            new["covariance"] = covariance
+        return self.output(o, x), new
+
+    @torch.no_grad()
+    def step(
+        self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
+    ) -> Float[Tensor, "B D"]:
+        qkv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        if self.conv_size is not None:
+            past = state["conv"].split(self.widths, 1)
+            convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            qkv = [conv.step(y, p, self.config.backend) for conv, y, p in zip(convs, qkv, past, strict=True)]
+        elif self.silu:
+            qkv = [F.silu(y) for y in qkv]
+        raw, k, v = self.heads_of(*qkv)
+        q = self.feature_map_q(raw)
+        k = self.feature_map_k(k)
+        return self.output(self.cleaner.step(raw, q, k, v, state, *self.write(x)), x)
+
+    def new_state(
+        self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
+    ) -> LayerState:
+        state: LayerState = {}
+        if self.conv_size is not None:
+            state["conv"] = torch.zeros(n, sum(self.widths), self.conv_size - 1, device=device, dtype=dtype)
+        shape = (n, self.heads, self.features, self.value_size)
+        state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
+        return state | self.cleaner.new_state(n, device, dtype)
+
+    def state_bytes(self, length: int = 0) -> int:
+        return nbytes(self.new_state(1, "meta", self.q_proj.weight.dtype))
+
+    def flops(self, length: int) -> float:
+        conv = 0.0 if self.conv_size is None else 2.0 * self.conv_size * sum(self.widths)
+        maps = sum(
+            2.0 * self.heads * w.numel() for m in (self.feature_map_q, self.feature_map_k) for w in m.parameters()
+        )
+        states = flops(self.heads, self.features, self.value_size, self.delta)
+        return conv + maps + self.cleaner.flops() + states
+
+
+def nbytes(state: LayerState) -> int:
+    return sum(x.nbytes for x in pytree.tree_leaves(state))
