@@ -161,7 +161,7 @@ class CCQConfig(PretrainedConfig):
         )
 
 
-_KINDS = {
+_KINDS: dict[str, tuple[Any, str]] = {
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
     "bool": (bool, "True or False"),
@@ -174,7 +174,7 @@ def _check_kind(name: str, value: object, kind: str) -> None:
     if not isinstance(value, types) or (kind != "bool" and isinstance(value, bool)):
         raise TypeError(f"{name}: expected {what}, got {value!r}")
     least = 0 if name.endswith("_token_id") else 1
-    if kind == "int" and value < least:  # type: ignore[operator]
+    if kind == "int" and value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.norms import RMSNorm, fused
 
-__all__ = ["RMSNorm", "SwiGLU"]
+__all__ = ["RMSNorm", "SwiGLU", "add_norm"]
 
 
 class SwiGLU(nn.Module):
@@ -29,3 +29,14 @@ class SwiGLU(nn.Module):
                 return swiglu_linear(gate, up, self.down_proj.weight, None)
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(F.silu(gate) * up)
+
+
+def add_norm(x: Float[Tensor, "*B D"], y: Float[Tensor, "*B D"], norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + y, and its norm: one pass over memory on a GPU."""
+    if fused(x):
+        from fla.modules.norm.layernorm import rms_norm
+
+        normed, total = rms_norm(y, norm.weight, None, residual=x, eps=norm.eps, prenorm=True)
+        return total, normed
+    x = x + y
+    return x, norm(x)

@@ -1,0 +1,458 @@
+"""One decoder for all systems: tokens -> embed -> [norm mixer (norm MLP)] x L -> norm -> logits -> loss.
+
+B batch, N sequences (B of them, or packed ones), T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import ModelOutput
+
+from ccq.mixers import LayerState, Sequences, make_mixer
+from ccq.model.cache import CCQCache
+from ccq.model.config import CCQConfig
+from ccq.model.graphs import graph_for, release
+from ccq.model.layers import RMSNorm, SwiGLU, add_norm
+from ccq.model.loss import IGNORE, linear_cross_entropy
+
+
+@dataclass
+class CausalLMOutput(ModelOutput):
+    """What CCQForCausalLM returns; what was not asked for is None."""
+
+    loss: Tensor | None = None  # mean over the tokens that were scored
+    logits: Tensor | None = None  # [B, T, V], or of the positions that logits_to_keep asked for
+    past_key_values: CCQCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    scored: Tensor | None = None  # how many tokens the loss is the mean of
+
+
+class Block(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) where the config has an MLP."""
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = make_mixer(config, layer)
+        if config.intermediate_size is not None:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        seqs: Sequences,
+        state: LayerState | None = None,
+        output_state: bool = False,
+    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
+        y, state = self.mixer(self.mixer_norm(x), seqs, state, output_state)
+        return self.rest(x, y), state
+
+    def step(self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"]) -> Float[Tensor, "B D"]:
+        return self.rest(x, self.mixer.step(self.mixer_norm(x), state, positions))
+
+    def rest(self, x: Tensor, y: Tensor) -> Tensor:
+        """What follows the y of the mixer."""
+        if not hasattr(self, "mlp"):
+            return x + y
+        x, y = add_norm(x, y, self.mlp_norm)
+        return x + self.mlp(y)
+
+
+class CCQPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know."""
+
+    config: CCQConfig
+    config_class = CCQConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+    _is_stateful = True  # the cache cannot be cropped: transformers then refuses assisted decoding
+    # what the mixers keep in fp32 by themselves, once they have it
+    _keep_in_fp32_modules_strict = ["gate_weight", "gate_bias", "current_key", "A_log", "dt_bias", "mixer.D"]
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # of a CCQForCausalLM that is loaded without its head
+
+    def __init__(self, config: CCQConfig) -> None:
+        config.check()  # values may have been assigned since it was made
+        super().__init__(config)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers does not come here with a module whose weights were loaded, and guards nn.init for the rest
+        reset: Any = getattr(module, "reset_parameters", None)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif reset is not None:
+            reset()
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As transformers has it, but half a model raises: a tensor that is missing, left over or of another shape."""
+        try:
+            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        except Exception as error:
+            if type(error).__name__ == "SafetensorError":  # safetensors raises it for a file that is cut off
+                raise OSError(f"{name}: a file of tensors is damaged or cut off ({error})") from error
+            raise
+        model, info = loaded
+        wrong = [
+            f"{what} {', '.join(sorted(info[f'{what}_keys']))}"
+            for what in ("missing", "unexpected")
+            if info[f"{what}_keys"]
+        ]
+        if wrong:
+            raise ValueError(f"{name}: the tensors are not those of its config: {'; '.join(wrong)}")
+        return loaded if output_loading_info else model
+
+
+class CCQModel(CCQPreTrainedModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: CCQConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: CCQCache | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Int[Tensor, " N1"] | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Hidden states [B, T, D] after the last norm; zero at padding.
+
+        Args:
+            attention_mask: [B, T], or [B, L] with the columns of the cache before: 0 at padding, on either side.
+            past_key_values: what the tokens follow; it then holds them too.
+            use_cache: whether to return a cache; by default as the config says, and not in training.
+            cu_seqlens: borders of sequences packed into one row, each of which starts anew.
+        """
+        x = self.embed(input_ids, inputs_embeds)
+        cache = self.cache_for(past_key_values, use_cache)
+        if cache is not None and decodes(x, attention_mask, cu_seqlens, cache) and not output_hidden_states:
+            cache.make_room([layer.mixer for layer in self.blocks()])
+            hidden = self.step(x[:, 0], cache.states, cache.rows)[:, None]
+            cache.seen += 1
+            return self.output(hidden, cache, None, return_dict)
+
+        layout = arrange(x, attention_mask, cu_seqlens, cache)
+        x = layout.pack(x)
+        states: list = cache.states if cache is not None and cache.states else [None] * len(self.layers)
+        new_states: list = []
+        hidden_states = []
+        for layer, state in zip(self.blocks(), states, strict=True):
+            if output_hidden_states:
+                hidden_states.append(layout.unpack(x))
+            if x.shape[1]:
+                x, state = layer(x, layout.seqs, state, cache is not None)
+            elif cache is not None and state is None:  # nothing but padding
+                state = layer.mixer.new_state(layout.seqs.count, x.device, x.dtype)
+            new_states.append(state)
+        hidden = layout.unpack(self.norm(x) if x.shape[1] else x)
+        hidden_states.append(hidden)
+        if cache is not None:
+            cache.follow(new_states, layout.lengths, layout.columns)
+        return self.output(hidden, cache, tuple(hidden_states) if output_hidden_states else None, return_dict)
+
+    def blocks(self) -> list[Block]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def step(
+        self, x: Float[Tensor, "B D"], states: list[LayerState], lengths: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B D"]:
+        """One more token of each sequence, without autograd; states and lengths are changed in place."""
+        for layer, state in zip(self.blocks(), states, strict=True):
+            x = layer.step(x, state, lengths)
+        lengths.add_(1)
+        return self.norm(x)
+
+    def embed(self, ids: Tensor | None, embeds: Tensor | None) -> Float[Tensor, "B T D"]:
+        """The tokens' embeddings, unless those are given."""
+        if (ids is None) == (embeds is None):
+            raise ValueError(f"input_ids, inputs_embeds: expected one of them, got {'none' if ids is None else 'both'}")
+        name, given, axes = ("input_ids", ids, "[B, T]") if ids is not None else ("inputs_embeds", embeds, "[B, T, D]")
+        assert given is not None
+        if given.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name}: expected shape {axes}, got {tuple(given.shape)}")
+        if 0 in given.shape:
+            raise ValueError(f"{name}: expected a token at least, got shape {tuple(given.shape)}: the prompt is empty")
+        if ids is None:
+            return given
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise TypeError(f"input_ids: expected integers, got {ids.dtype}")
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU, looking would wait for it
+            wrong = ((ids < 0) | (ids >= self.config.vocab_size)).nonzero()
+            if len(wrong):
+                row, column = wrong[0].tolist()
+                raise ValueError(
+                    f"input_ids: expected tokens from 0 to {self.config.vocab_size - 1}, the vocabulary; "
+                    f"got {ids[row, column].item()} at [{row}, {column}]"
+                )
+        return self.embed_tokens(ids)
+
+    def cache_for(self, cache: CCQCache | None, use_cache: bool | None) -> CCQCache | None:
+        if cache is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            return CCQCache() if wanted else None
+        if not isinstance(cache, CCQCache):
+            raise TypeError(f"past_key_values: expected a CCQCache, got {type(cache).__name__}")
+        return cache
+
+    def output(
+        self, hidden: Tensor, cache: CCQCache | None, hidden_states: tuple | None, return_dict: bool | None
+    ) -> Any:
+        fields: dict = {"last_hidden_state": hidden, "past_key_values": cache, "hidden_states": hidden_states}
+        out = BaseModelOutputWithPast(**fields)
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
+
+
+class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
+    """The decoder with its head: logits, loss, generate.
+
+    >>> model = CCQForCausalLM(CCQConfig.preset("ccq-gla-tiny"))
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 256])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # where the config ties them
+
+    def __init__(self, config: CCQConfig) -> None:
+        super().__init__(config)
+        self.model = CCQModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: CCQCache | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        labels: Int[Tensor, "B T"] | None = None,
+        shift_labels: Int[Tensor, "B T"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Int[Tensor, " N1"] | None = None,
+        logits_to_keep: int | Int[Tensor, " P"] | None = None,
+        graph_length: int | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Logits, or with labels the loss: then logits only where logits_to_keep asks for them.
+
+        Args:
+            labels: the tokens themselves: each predicts the next one of its sequence; -100 is not scored.
+            shift_labels: instead of labels, for each token the one that it should predict.
+            logits_to_keep: of the last so many positions, of these positions, or of all: 0.
+            graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
+        (the others: see CCQModel)
+        """
+        if use_cache is None and (labels is not None or shift_labels is not None):
+            use_cache = False
+        logits = self.decode_by_graph(input_ids, attention_mask, past_key_values, graph_length)
+        if logits is not None:
+            return self.output(CausalLMOutput(logits=logits, past_key_values=past_key_values), return_dict)
+
+        out = self.model(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+            return_dict=True,
+        )
+        hidden = out.last_hidden_state
+        result = CausalLMOutput(past_key_values=out.past_key_values, hidden_states=out.hidden_states)
+        if labels is not None or shift_labels is not None:
+            targets = self.targets(labels, shift_labels, attention_mask, cu_seqlens, hidden.shape[:2])
+            total, scored = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+            result.loss, result.scored = total / scored.clamp(min=1), scored
+        elif logits_to_keep is None:
+            logits_to_keep = 0
+        if logits_to_keep is not None:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            result.logits = self.lm_head(hidden[:, kept])
+        return self.output(result, return_dict)
+
+    def output(self, result: CausalLMOutput, return_dict: bool | None) -> Any:
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def targets(
+        self,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        shape: torch.Size,
+    ) -> Int[Tensor, "B T"]:
+        """The token that each position should predict; -100 at padding, before it, and at the end of a sequence."""
+        if labels is not None and shift_labels is not None:
+            raise ValueError("labels, shift_labels: expected one of them, got both")
+        name, given = ("labels", labels) if labels is not None else ("shift_labels", shift_labels)
+        assert given is not None
+        if given.shape != shape:
+            raise ValueError(f"{name}: expected shape {tuple(shape)}, that of the tokens, got {tuple(given.shape)}")
+        mask = None if attention_mask is None else attention_mask[:, -shape[1] :] == 0
+        if labels is None:
+            return given if mask is None else given.masked_fill(mask, IGNORE)
+        if mask is not None:
+            labels = labels.masked_fill(mask, IGNORE)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        if mask is not None:
+            targets = targets.masked_fill(mask, IGNORE)
+        if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
+            last = cu_seqlens[1:].to(targets.device) - 1
+            targets[:, last[last >= 0]] = IGNORE
+        return targets
+
+    def decode(
+        self, tokens: Int[Tensor, " B"], states: list[LayerState], lengths: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B V"]:
+        """The whole of a decode step, from tokens to logits, on fixed memory: what a CUDA graph captures."""
+        return self.lm_head(self.model.step(self.model.embed_tokens(tokens), states, lengths))
+
+    def decode_by_graph(
+        self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int | None
+    ) -> Float[Tensor, "B 1 V"] | None:
+        """The logits of a decode step that a graph takes, None for any other call."""
+        if not graph_length or ids is None or cache is None or not decodes(ids, mask, None, cache):
+            return None
+        graph = cache.graph or graph_for(self, cache, graph_length)
+        if graph is None:
+            return None
+        cache.seen += 1
+        return graph(ids[:, 0])[:, None]
+
+    # What `generate` of transformers calls.
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first forward makes a CCQCache
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict:  # type: ignore[override]
+        mask = kwargs.get("attention_mask")
+        if mask is not None and kwargs.get("is_first_iteration") and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "attention_mask: expected every prompt to end in the last column: pad on the left, and leave none empty"
+            )
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
+
+    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Greedy decoding and sampling, through a CUDA graph where there is CUDA."""
+        settings = kwargs.get("generation_config")
+        if settings is not None and kwargs.get("graph_length") is None:
+            kwargs["graph_length"] = settings.max_length
+        try:
+            return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            release(self)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of a call: [B, T] as they came, and as the layers see them, packed if there is padding."""
+
+    seqs: Sequences
+    shape: tuple[int, int]  # B, T
+    lengths: Int[Tensor, " N"]  # of the sequences, padding not counted
+    columns: int  # by how many the call makes the longest sequence longer, padding counted
+    real: Int[Tensor, " R"] | None  # of the B * T tokens, those that are no padding; None: all
+
+    def pack(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "1 R D"]:
+        return x if self.real is None else x.flatten(0, 1)[self.real][None]
+
+    def unpack(self, x: Float[Tensor, "1 R D"]) -> Float[Tensor, "B T D"]:
+        if self.real is None:
+            return x
+        flat = x.new_zeros(self.shape[0] * self.shape[1], x.shape[2])
+        return flat.index_copy(0, self.real, x[0]).view(*self.shape, x.shape[2])
+
+
+def columns_of(mask: Tensor, batch: int, tokens: int, seen: int) -> Bool[Tensor, "B T"]:
+    """The part of an attention mask that is about the tokens of a call."""
+    if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, seen + tokens):
+        lengths = " or ".join(str(n) for n in sorted({tokens, seen + tokens}))
+        raise ValueError(f"attention_mask: expected shape [{batch}, {lengths}], got {list(mask.shape)}")
+    return mask[:, mask.shape[1] - tokens :] != 0
+
+
+def decodes(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: CCQCache) -> bool:
+    """Whether a call is a decode step: one real token of each sequence that the cache holds, and no gradient."""
+    return (
+        bool(cache.states)
+        and x.shape[:2] == (cache.batch_size, 1)
+        and cu_seqlens is None
+        and not torch.is_grad_enabled()
+        and (mask is None or bool(columns_of(mask, cache.batch_size, 1, cache.seen).all()))
+    )
+
+
+def arrange(
+    x: Float[Tensor, "B T D"], mask: Tensor | None, cu_seqlens: Tensor | None, cache: CCQCache | None
+) -> Layout:
+    """Where the sequences of a call are. Padding goes once for all layers; a mask of ones is none."""
+    batch, tokens = x.shape[:2]
+    past, seen = (None, 0) if cache is None else (cache.lengths, cache.seen)
+    if mask is not None:
+        mask = columns_of(mask, batch, tokens, seen)
+        mask = None if bool(mask.all()) else mask
+
+    count, longest, columns, real, borders = batch, tokens, tokens, None, None
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("attention_mask: expected none beside cu_seqlens: packed sequences have no padding")
+        longest = columns = check_borders(cu_seqlens, batch, tokens)
+        borders = cu_seqlens.to(x.device, torch.int64)
+        count = borders.shape[0] - 1
+    elif mask is not None:
+        real = mask.flatten().nonzero()[:, 0]
+        borders = F.pad(mask.sum(1).cumsum(0), (1, 0))
+        longest = int(mask.sum(1).max())
+    if past is not None and past.shape[0] != count:
+        raise ValueError(f"past_key_values: expected a cache of {count} sequences, got one of {past.shape[0]}")
+
+    index = torch.arange(tokens if real is None else real.shape[0], device=x.device)
+    if borders is None:
+        lengths = torch.full((batch,), tokens, device=x.device)
+        positions = None if past is None else past[:, None] + index
+    else:
+        lengths = borders.diff()
+        row = torch.searchsorted(borders, index, right=True) - 1
+        positions = (index - borders[row] + (0 if past is None else past[row]))[None]
+    return Layout(Sequences(count, borders, positions, longest), (batch, tokens), lengths, columns, real)
+
+
+def check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
+    """The longest of the packed sequences. Looks at the values: once a batch, and for all layers."""
+    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens: expected integers of shape [N + 1], got {cu_seqlens.dtype} of {tuple(cu_seqlens.shape)}"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
+    borders = cu_seqlens.tolist()
+    lengths = [end - begin for begin, end in pairwise(borders)]
+    if borders[0] != 0 or borders[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens: expected borders from 0 to {tokens} that do not fall, got {borders}")
+    return max(lengths)

@@ -1,0 +1,167 @@
+"""Decoding through a CUDA graph: the whole step, from token to logits, is one launch.
+
+At small batches launches, not arithmetic, are what a step waits for. A graph replays kernels on the memory it was
+captured with, so it owns the tokens, the states and the logits; the states of a prefill are copied in. `generate` does
+this by itself for greedy decoding and sampling; everything but the capture is the same on a CPU.
+
+B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ccq.ops.dispatch import BackendFallbackWarning
+
+if TYPE_CHECKING:
+    from ccq.model.cache import CCQCache
+    from ccq.model.decoder import CCQForCausalLM
+
+DEVICES = {"cuda"}  # where decoding goes through a graph; a test adds "cpu"
+WARM_UP = 3  # steps before the capture: kernels are compiled and tuned, libraries make their workspaces
+ROOM = 256  # buffers of keys are a multiple of this, so that similar lengths share a graph
+
+
+class DecodeGraph:
+    """One decode step of `model` for a batch of B, captured once and replayed.
+
+    Args:
+        max_length: the longest sequence that attention has room for; other mixers do not grow.
+    """
+
+    def __init__(self, model: CCQForCausalLM, batch: int, max_length: int) -> None:
+        mixers = [layer.mixer for layer in model.model.blocks()]
+        self.key = identity(model, batch)
+        self.room = -(-max(max_length, WARM_UP + 1) // ROOM) * ROOM
+        self.grows = any(mixer.state_bytes(1) != mixer.state_bytes(0) for mixer in mixers)
+        with torch.inference_mode(False), torch.no_grad():  # the buffers outlive this call
+            self.tokens = torch.zeros(batch, dtype=torch.int64, device=model.device)
+            self.lengths = torch.zeros_like(self.tokens)
+            self.states = [mixer.new_state(batch, model.device, model.dtype, self.room) for mixer in mixers]
+            self.run = capture(lambda: model.decode(self.tokens, self.states, self.lengths), model.device)
+        self.cache: weakref.ref[CCQCache] | None = None  # whose states the buffers hold
+        self.thread: int | None = None
+
+    def fits(self, model: CCQForCausalLM, batch: int, max_length: int) -> bool:
+        return self.key == identity(model, batch) and (not self.grows or max_length <= self.room)
+
+    def attach(self, cache: CCQCache) -> None:
+        """Copy the states of `cache` in; from now on they are the buffers, and change with every step."""
+        self.detach()
+        with torch.inference_mode(False), torch.no_grad():
+            pytree.tree_map(copy_into, self.states, cache.states)
+            self.lengths.copy_(cache.rows)
+        cache.states, cache.lengths, cache.graph = self.states, self.lengths, self
+        self.cache, self.thread = weakref.ref(cache), threading.get_ident()
+
+    def detach(self) -> None:
+        """Give the cache that is attached, if it still exists, states of its own."""
+        cache = None if self.cache is None else self.cache()
+        if cache is not None and cache.graph is self:
+            own = cache.clone()
+            cache.states, cache.lengths, cache.graph = own.states, own.lengths, None
+        self.cache = self.thread = None
+
+    def __call__(self, tokens: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        """The logits after one more token of each sequence."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.tokens.copy_(tokens)
+            return self.run().clone()
+
+    def __reduce__(self) -> tuple:  # a copy of the model captures its own
+        return type(None), ()
+
+
+def capture(function: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """`function`, which takes and returns fixed memory, as a single launch; itself where there is no CUDA."""
+    if device.type != "cuda":
+        return function
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = function()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def copy_into(buffer: Tensor, state: Tensor) -> None:
+    """Copy a state into its buffer; one that grows with the sequence is shorter or longer than that."""
+    if buffer.shape == state.shape:
+        buffer.copy_(state)
+    else:
+        length = min(buffer.shape[1], state.shape[1])  # what lies behind it was never written
+        buffer.zero_()[:, :length].copy_(state[:, :length])
+
+
+def identity(model: CCQForCausalLM, batch: int) -> tuple:
+    """What must not change between capture and replay: the batch and the memory of the weights."""
+    return batch, model.dtype, tuple(parameter.data_ptr() for parameter in model.parameters())
+
+
+def refusal(model: CCQForCausalLM) -> str | None:
+    """Why a graph of this model would not do what the model does, or None."""
+    device = model.device.type
+    if device not in DEVICES:
+        return f"graphs are for {', '.join(sorted(DEVICES))}, and the model is on {device}"
+    if torch.is_autocast_enabled(device):
+        return "autocast is on"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "its weights are on several devices"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{type(module).__name__} has hooks, which a graph would not call"
+        if getattr(module, "intervention", None) is not None or getattr(module, "record", False):
+            return f"{type(module).__name__} is watched or intervened in, which a graph would not do"
+    return None
+
+
+def graph_for(model: CCQForCausalLM, cache: CCQCache, max_length: int) -> DecodeGraph | None:
+    """The graph that decodes `cache`, captured unless the model has one that fits; None where there can be none."""
+    graph: DecodeGraph | None = model.__dict__.get("_graph")
+    if graph is not None and graph.thread not in (None, threading.get_ident()):
+        return None  # another thread decodes with it
+    if "_no_graph" in model.__dict__ or refusal(model) is not None:
+        return None
+    if graph is None or not graph.fits(model, cache.batch_size, max_length):
+        if graph is not None:
+            graph.detach()
+            model.__dict__["_graph"] = graph = None  # its memory first
+        try:
+            graph = DecodeGraph(model, cache.batch_size, max_length)
+        except RuntimeError as error:
+            warnings.warn(
+                f"decoding runs without a CUDA graph, several times slower at small batches: {error}",
+                BackendFallbackWarning,
+                stacklevel=2,
+            )
+            model.__dict__["_no_graph"] = True
+            return None
+        model.__dict__["_graph"] = graph
+    graph.attach(cache)
+    return graph
+
+
+def release(model: CCQForCausalLM) -> None:
+    """The end of a generation: its cache, if it lives on, no longer changes with the graph."""
+    graph: DecodeGraph | None = model.__dict__.get("_graph")
+    if graph is not None and graph.thread == threading.get_ident():
+        graph.detach()
