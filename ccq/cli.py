@@ -13,8 +13,10 @@ from ccq.ops.dispatch import nearest
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {
     "bench": ("ccq.bench:main", "what the operator costs on a GPU, beside its backbone and beside the floor"),
+    "compare": ("ccq.evaluate.compare:main", "results of `ccq eval` side by side, with paired differences"),
     "demo": ("ccq.demo:main", "a needle among distractors, before and after cleaning: a table and a figure"),
     "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
+    "eval": ("ccq.evaluate:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
 }
 
 # module: the extra of this package that installs it

@@ -1,0 +1,411 @@
+"""`ccq eval`: a model on the paper's four axes and on MQAR; any Hugging Face causal LM, offline or from the Hub."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import RequestSet
+from ccq.evaluate.results import (
+    Progress,
+    Responses,
+    model_hash,
+    origin,
+    read_result,
+    tokenizer_hash,
+    write_json,
+    write_rows,
+)
+from ccq.ops.dispatch import nearest
+
+# name: (module, what it is). A module has build(options, tokenizer) -> RequestSet, and
+# metrics(asked, answers, options, tokenizer) -> (sample rows, scores).
+SUITES = {
+    "lm": ("harness", "lm-evaluation-harness: seven zero-shot tasks, LAMBADA, WikiText"),
+    "niah": ("niah", "RULER's single needles: niah_single_1, 2 and 3"),
+    "length": ("length", "perplexity past the training length, on long documents"),
+    "longbench": ("longbench", "LongBench, the 14 English tasks"),
+    "mqar": ("mqar", "multi-query associative recall, zoology's test slices"),
+}
+STAGES = ("requests", "score", "metrics")
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ContextWarning(UserWarning):
+    """The model is asked about more tokens than its config names."""
+
+
+@dataclass
+class Options:
+    """What decides an evaluation beside the model. `None` takes the suite's own."""
+
+    out: Path
+    data: Path | None = None
+    lengths: tuple[int, ...] | None = None
+    max_lengths: tuple[int, ...] | None = None
+    limit: int | None = None
+    tasks: tuple[str, ...] | None = None
+    seed: int = 42
+    sizing: str = "largest"
+    keys: str = "all"
+    batch_size: int | None = None
+    prefill: str = "auto"
+    stage: str = "all"
+    again: bool = False
+
+
+def suite_module(name: str):
+    return importlib.import_module(f"ccq.evaluate.{SUITES[name][0]}")
+
+
+def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model") -> dict | None:
+    """Run one suite and return its result (the content of OUT/SUITE.json); None after stages that have none.
+
+    Args:
+        model: a causal LM on its device; None for the stages that need none.
+        tokenizer: its tokenizer; None for mqar.
+        name: what the result calls the model.
+    """
+    if suite not in SUITES:
+        raise EvaluationError(f"unknown suite {suite!r}.{nearest(suite, tuple(SUITES))}")
+    module = suite_module(suite)
+    check_tasks(module, suite, options)
+    if tokenizer is None and suite != "mqar" and options.stage != "score":
+        raise EvaluationError(f"the suite {suite} needs a tokenizer, and {name} has none: give one with --tokenizer")
+    out, requests = options.out, options.out / "requests" / f"{suite}.npz"
+    answers_path = out / "responses" / f"{suite}.jsonl"
+    if options.again and options.stage in ("all", "score"):
+        answers_path.unlink(missing_ok=True)
+        (out / f"{suite}.json").unlink(missing_ok=True)
+    asked = None
+    if options.stage in ("all", "requests"):
+        asked = module.build(options, tokenizer)
+        asked.settings |= {"tokenizer_hash": tokenizer_hash(tokenizer), "limit": options.limit}
+        asked.save(requests)
+        print(f"{suite}: {len(asked.requests)} requests, {sum(r.length for r in asked.requests):,} tokens")
+        if options.stage == "requests":
+            print(f"Wrote {requests}")
+            return None
+    asked = asked or RequestSet.load(requests)
+    if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
+        raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
+    if options.stage == "metrics":
+        responses = Responses(answers_path, {})
+    else:
+        identity = {"model_hash": model_hash(model), "dtype": str(model.dtype).removeprefix("torch.")}
+        done = read_result(out, suite)
+        if (
+            done
+            and done["finished"]
+            and done["samples"]["hash"] == asked.hash()
+            and done["model"]["hash"] == identity["model_hash"]
+        ):
+            print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
+            return done
+        responses = Responses(answers_path, identity | {"model": name, "class": type(model).__name__})
+        ask(model, asked, responses, options, suite)
+        if options.stage == "score":
+            print(f"Wrote {answers_path}")
+            return None
+    return finish(module, suite, asked, responses, options, tokenizer, name, model)
+
+
+def check_tasks(module, suite: str, options: Options) -> None:
+    known = tuple(getattr(module, {"length": "CORPORA", "longbench": "PROMPTS"}.get(suite, "TASKS"), ()))
+    for task in options.tasks or ():
+        if task not in known:
+            raise EvaluationError(f"--tasks: {suite} has no {task!r}.{nearest(task, known)} It has: {', '.join(known)}")
+
+
+def ask(model, asked: RequestSet, responses: Responses, options: Options, suite: str) -> None:
+    """Have the model answer what it has not answered yet."""
+    from ccq.evaluate.engine import Engine
+
+    keys = {id(request): asked.key(request) for request in asked.requests}
+    fresh: dict[str, object] = {}
+    for request in asked.requests:
+        if keys[id(request)] not in responses.answers:
+            fresh.setdefault(keys[id(request)], request)
+    if not fresh:
+        return
+    if len(fresh) < len(set(keys.values())):
+        print(f"{suite}: resumed, {len(set(keys.values())) - len(fresh)} of {len(set(keys.values()))} answered before")
+    check_length(model, asked)
+    check_vocabulary(model, asked)
+    engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
+    todo = list(fresh.values())
+    progress = Progress(suite, len(todo), sum(work(request) for request in todo))
+    waiting: list[dict] = []
+    saved = time.perf_counter()
+    try:
+        for request, answer in engine.run(asked, todo):  # type: ignore[arg-type]
+            waiting.append({"key": keys[id(request)], "id": request.id, **answer})
+            progress.step(work(request))
+            if time.perf_counter() - saved > 1 or len(waiting) >= 1000:
+                responses.add(waiting)
+                waiting, saved = [], time.perf_counter()
+    finally:  # interrupted or failed: what was answered stays
+        if waiting:
+            responses.add(waiting)
+    if engine.shared.contexts or engine.shared.used:
+        responses.add([{"key": "shared_prefill", **engine.shared.to_json()}])
+
+
+def work(request) -> float:
+    """What a request costs, in tokens, roughly: a generated one counts for 16 that are only read."""
+    return request.length + 16 * request.max_new
+
+
+def position_limit(config) -> int | None:
+    """The tokens past which a model with learned positions cannot go."""
+    if getattr(config, "model_type", "") in ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "openai-gpt", "xglm", "biogpt"):
+        return config.max_position_embeddings
+    return None
+
+
+def check_length(model, asked: RequestSet) -> None:
+    longest = asked.longest() - 1  # the last token is predicted, never read
+    config = model.config
+    limit = position_limit(config)
+    if limit is not None and longest > limit:
+        raise EvaluationError(
+            f"{asked.suite}: the longest request has {longest} tokens, and {type(model).__name__} has learned "
+            f"positions for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
+        )
+    context = getattr(config, "max_position_embeddings", None)
+    if isinstance(context, int) and longest > context:
+        warnings.warn(
+            f"{asked.suite}: the longest request has {longest} tokens, and the config of {type(model).__name__} names "
+            f"{context}: it runs past its context, as the paper's Transformer did",
+            ContextWarning,
+            stacklevel=2,
+        )
+
+
+def check_vocabulary(model, asked: RequestSet) -> None:
+    size = model.get_input_embeddings().weight.shape[0]
+    largest = int(asked.tokens.max(initial=0))
+    if largest >= size:
+        raise EvaluationError(
+            f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: is the tokenizer its own?"
+        )
+
+
+def finish(module, suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name, model) -> dict:
+    """Score the answers, and write OUT/SUITE.json and OUT/SUITE.jsonl."""
+    keys = [asked.key(request) for request in asked.requests]
+    missing = sum(key not in responses.answers for key in keys)
+    if missing:
+        raise EvaluationError(f"{responses.path} lacks {missing} of {len(keys)} answers: run --stage score again")
+    answers = [responses.answers[key] for key in keys]
+    rows, scores = module.metrics(asked, answers, options, tokenizer)
+    by_id = dict(zip((request.id for request in asked.requests), keys, strict=True))
+    for row in rows:
+        if "prompt_hash" not in row:
+            row["prompt_hash"] = by_id.get(row["id"]) or by_id[row["id"].rpartition("/")[0]]
+    identity = responses.identity
+    seconds = sum(responses.answers[key]["seconds"] for key in dict.fromkeys(keys))
+    model_row = {
+        "name": identity.get("model", name),
+        "hash": identity.get("model_hash"),
+        "dtype": identity.get("dtype"),
+    }
+    if model is not None:
+        model_row |= {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    result = {
+        "suite": suite,
+        "finished": True,
+        "limit": options.limit,
+        "quick_look": options.limit is not None,
+        "scores": clean(scores),
+        "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
+        "settings": asked.settings | {"max_length": asked.longest()},
+        "notes": asked.notes,
+        "model": model_row,
+        "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
+        "seconds": seconds,
+        "samples_per_second": len(set(keys)) / seconds if seconds else None,
+        **origin(),
+    }
+    if shared := responses.answers.get("shared_prefill"):
+        result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}
+    write_rows(options.out / f"{suite}.jsonl", rows)
+    write_json(options.out / f"{suite}.json", result)
+    print(table(result))
+    print(f"Wrote {options.out / (suite + '.json')}")
+    return result
+
+
+def clean(thing):
+    """Infinite and undefined numbers as null: JSON has none."""
+    if isinstance(thing, dict):
+        return {key: clean(x) for key, x in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [clean(x) for x in thing]
+    return None if isinstance(thing, float) and not math.isfinite(thing) else thing
+
+
+def table(result: dict) -> str:
+    """Scores with their intervals, a line each."""
+    scores = result["scores"]
+    width = max(len(name) for name in scores)
+    lines = [
+        f"{result['suite']} of {result['model']['name']}"
+        + (f", the first {result['limit']} only" if result["quick_look"] else "")
+    ]
+    for name, score in scores.items():
+        point = "-" if score["value"] is None else f"{score['value']:.2f}"
+        interval = (
+            f"[{score['interval'][0]:.2f}, {score['interval'][1]:.2f}]"
+            if score.get("interval") and None not in score["interval"]
+            else ""
+        )
+        marks = [
+            mark
+            for mark in (
+                f"n={score['n']}",
+                score.get("metric", ""),
+                "few windows" if score.get("few") else "",
+                "see note" if score.get("note") else "",
+            )
+            if mark
+        ]
+        lines.append(f"  {name:<{width}}  {point:>9}  {interval:<20} {', '.join(marks)}")
+    return "\n".join([*lines, *(f"  note: {note}" for note in result["notes"])])
+
+
+def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, weights: bool = True, text: bool = True):
+    """(model or None, tokenizer or None) of a folder or a name on the Hub."""
+    import contextlib
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("ccq.model")  # registers ours
+    logging.set_verbosity_error()
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise EvaluationError(
+            f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)"
+        )
+    found_tokenizer = None
+    found_model: Any = None
+    if text:
+        try:
+            found_tokenizer = AutoTokenizer.from_pretrained(tokenizer or name)
+        except Exception as error:
+            if tokenizer is not None:
+                raise EvaluationError(f"--tokenizer: {tokenizer} could not be loaded ({first_line(error)})") from error
+        if found_tokenizer is not None and not found_tokenizer("a").input_ids:
+            found_tokenizer = None  # transformers makes an empty one for a folder that has none
+    if weights:
+        try:
+            found_model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            found_model = found_model.to(device).eval()
+        except Exception as error:
+            raise EvaluationError(
+                f"{name} could not be loaded as a causal LM ({first_line(error)}): expected a from_pretrained folder, "
+                "or a name on the Hub and a network"
+            ) from error
+    return found_model, found_tokenizer
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:200]}"
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(part.replace("_", "")) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between, got {text!r}") from None
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers above 0, got {text!r}")
+    return tuple(dict.fromkeys(values))
+
+
+def positive(text: str) -> int:
+    (value,) = whole_numbers(text)[:1]
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ccq eval",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="suites:\n" + "\n".join(f"  {name:<10} {text}" for name, (_, text) in SUITES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a from_pretrained folder (ccq export) or a name on the Hub")
+    add("--suite", default="lm,niah,length,longbench", help="suites, with commas between (default: %(default)s)")
+    add("--out", type=Path, required=True, help="folder of the results; an unfinished one there is resumed")
+    add("--data", type=Path, help="folder of the evaluation data; without it, from the Hub")
+    add("--lengths", type=whole_numbers, help="niah, length, mqar: lengths in tokens, with commas between")
+    add("--max-length", type=whole_numbers, dest="max_lengths", help="lm (default 4096,8192), longbench (8192,4096)")
+    add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
+    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
+    add("--stage", choices=STAGES, default="all", help="one of requests, score, metrics; by default all three")
+    add("--sizing", choices=("largest", "lm-eval"), default="largest", help="niah: how large the haystack is")
+    add("--keys", choices=("all", "odd"), default="all", help="niah: 'odd' takes keys that training never saw")
+    add(
+        "--prefill", choices=("auto", "plain", "shared"), default="auto", help="lm: contexts with several continuations"
+    )
+    add("--batch-size", type=positive, help="sequences a batch; by default as many as fit a budget of tokens")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 elsewhere")
+    add("--tokenizer", help="where MODEL has none")
+    add("--seed", type=int, default=42, help="of drawn samples (niah, mqar)")
+    add("--again", action="store_true", help="run what is finished once more, from the start")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the suites that `argv` names; what fails is said, and the others still run."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    suites = arguments.suite.split(",")
+    for suite in suites:
+        if suite not in SUITES:
+            parser.error(f"--suite: unknown suite {suite!r}.{nearest(suite, tuple(SUITES))}")
+    if arguments.data is not None and not arguments.data.is_dir():
+        parser.error(f"--data: {arguments.data} is no folder")
+    if arguments.tasks and len(suites) > 1:
+        parser.error("--tasks: names tasks of one suite, and --suite has several")
+    dtype = DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
+    given = {key: value for key, value in vars(arguments).items() if key in Options.__dataclass_fields__}
+    options = Options(**given)
+    stage = options.stage
+    try:
+        model, tokenizer = load(
+            arguments.model,
+            arguments.device,
+            dtype,
+            arguments.tokenizer,
+            weights=stage in ("all", "score"),
+            text=stage != "score" and suites != ["mqar"],
+        )
+    except EvaluationError as error:
+        print(f"ccq eval: {error}", file=sys.stderr)
+        return 1
+    failed = False
+    name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
+    for suite in suites:
+        try:
+            evaluate(model, tokenizer, suite, options, name)
+        except (EvaluationError, OSError) as error:
+            print(f"ccq eval: {suite}: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)

@@ -1,0 +1,371 @@
+"""One engine for every suite: answers `requests` with a Hugging Face causal LM, and needs torch and transformers alone.
+
+    B sequences of a batch, T tokens, D width, V vocabulary
+
+Logits of a whole batch, [B, T, V], are never built where the model parts into a body and a head (it does if the head of
+the body's states gives the model's own logits; measured once): the head is applied to some scored positions at a time.
+Batches are right-padded and causal, or of equal lengths where the cache goes on to be used, so that no model's
+treatment of padding is trusted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ccq.evaluate.requests import Request, RequestSet
+
+LOGITS = 2**26  # elements of the largest block of logits: 256 MB in fp32
+PREFILLS = ("auto", "plain", "shared")
+
+
+@dataclass
+class SharedPrefill:
+    """What sharing the prefill of equal contexts measured, on the first batches of such requests."""
+
+    plain_seconds: float = 0.0
+    shared_seconds: float = 0.0
+    contexts: int = 0
+    largest_difference: float = 0.0  # of a log-likelihood
+    changed_answers: int = 0  # contexts whose likeliest continuation differs
+    used: bool | None = None  # None: not decided
+
+    def to_json(self) -> dict:
+        return dict(vars(self))
+
+
+@dataclass
+class Engine:
+    """Answers requests.
+
+    Args:
+        model: a causal LM in eval mode, on its device.
+        batch_size: sequences a batch; None takes as many as fit `batch_tokens`.
+        batch_tokens: padded tokens a batch; None is 32,768 on a GPU and 4,096 elsewhere.
+        prefill: for requests with one context and several continuations: "shared" runs the context once, "plain" each
+            request whole, "auto" times both on the first batches and takes the faster.
+        chunk: tokens a piece in which a window is run where the model's cache does not grow with its length.
+    """
+
+    model: Any
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    prefill: str = "auto"
+    chunk: int = 2048
+    shared: SharedPrefill = field(default_factory=SharedPrefill)
+
+    def __post_init__(self) -> None:
+        self.model.eval()
+        self.device = next(self.model.parameters()).device
+        if self.batch_tokens is None:
+            self.batch_tokens = 32_768 if self.device.type == "cuda" else 4_096
+        self.body, self.head = parts(self.model, self.device)
+        self.continues, self.recurrent = cache_properties(self.body, self.device)
+        self._measured = 0
+
+    def run(self, asked: RequestSet, requests: Sequence[Request] | None = None) -> Iterator[tuple[Request, dict]]:
+        """Answer each of `requests` (all of `asked` unless given), batch by batch, in an order of its own.
+
+        An answer has `seconds`, its share of its batch's time, and by kind
+            score      nll: [float] a segment; greedy: whether every scored token is the likeliest
+            generate   tokens: [int], without the stop token
+            argmax     tokens: [int] a position
+        """
+        requests = asked.requests if requests is None else requests
+        by_kind = {kind: [r for r in requests if r.kind == kind] for kind in ("score", "generate", "argmax")}
+        assert sum(map(len, by_kind.values())) == len(requests), "a request of unknown kind"
+        yield from self._run_scores(asked, by_kind["score"])
+        for batch in self.batches(by_kind["argmax"]):
+            yield from self._timed(self._argmax, asked, batch)
+        groups: dict[tuple, list[Request]] = {}
+        for request in by_kind["generate"]:
+            groups.setdefault((request.length, request.max_new, request.min_new, request.stop), []).append(request)
+        for how in sorted(groups, reverse=True):  # the longest first: what does not fit fails at once
+            for batch in self.batches(groups[how], extra=how[1]):
+                yield from self._timed(self._generate, asked, batch)
+
+    def batches(self, requests: Sequence[Request], extra: int = 0) -> Iterator[list[Request]]:
+        """Longest first, so many as `batch_size` or `batch_tokens` allows."""
+        ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
+        while ordered:
+            size = self.batch_size or max(1, (self.batch_tokens or 1) // max(1, ordered[0].length + extra))
+            yield ordered[:size]
+            ordered = ordered[size:]
+
+    def _timed(self, answer, asked: RequestSet, batch: list) -> Iterator[tuple[Request, dict]]:
+        begin = time.perf_counter()
+        answered = self._halving(answer, asked, batch)
+        seconds = (time.perf_counter() - begin) / max(1, len(answered))
+        for request, row in answered:
+            row["seconds"] = seconds
+            yield request, row
+
+    def _halving(self, answer, asked: RequestSet, batch: list) -> list[tuple[Request, dict]]:
+        """`answer` in halves where the GPU's memory does not take the batch whole."""
+        try:
+            with torch.inference_mode():
+                return answer(asked, batch)
+        except torch.cuda.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        torch.cuda.empty_cache()
+        half = len(batch) // 2
+        return self._halving(answer, asked, batch[:half]) + self._halving(answer, asked, batch[half:])
+
+    # scores
+
+    def _run_scores(self, asked: RequestSet, requests: Sequence[Request]) -> Iterator[tuple[Request, dict]]:
+        plain, grouped = self._split(asked, requests)
+        for contexts in self._context_batches(grouped):
+            if self.shared.used is None and self.prefill == "auto":
+                self._measure(asked, contexts)
+            if self.prefill == "shared" or (self.prefill == "auto" and self.shared.used):
+                self.shared.used = True
+                yield from self._timed(self._score_shared, asked, contexts)
+            else:
+                plain += [request for group in contexts for request in group]
+        for batch in self.batches(plain):
+            yield from self._timed(self._score, asked, batch)
+
+    def _split(self, asked: RequestSet, requests: Sequence[Request]) -> tuple[list[Request], list[list[Request]]]:
+        """Requests to score one by one, and groups of one context that is longer than each continuation."""
+        if self.prefill == "plain" or not self.continues:
+            return list(requests), []
+        by_context: dict[bytes, list[Request]] = {}
+        for request in requests:
+            by_context.setdefault(asked.of(request)[: request.context].tobytes(), []).append(request)
+        groups = list(by_context.values())
+        worth = [len(group) > 1 and all(2 * r.context > r.length for r in group) for group in groups]
+        plain = [r for group, good in zip(groups, worth, strict=True) if not good for r in group]
+        return plain, [group for group, good in zip(groups, worth, strict=True) if good]
+
+    def _context_batches(self, groups: list[list[Request]]) -> Iterator[list[list[Request]]]:
+        """Groups whose contexts are equally long, so that the prefill needs no padding."""
+        by_length: dict[int, list[list[Request]]] = {}
+        for group in groups:
+            by_length.setdefault(group[0].context, []).append(group)
+        for length in sorted(by_length, reverse=True):
+            waiting = by_length[length]
+            while waiting:
+                cost = sum(r.length for r in waiting[0])
+                size = max(
+                    1, (self.batch_size or (self.batch_tokens or 1) // cost * len(waiting[0])) // len(waiting[0])
+                )
+                yield waiting[:size]
+                waiting = waiting[size:]
+
+    def _measure(self, asked: RequestSet, contexts: list[list[Request]]) -> None:
+        """Time both ways on this batch, each after one run to warm up, and decide after three batches."""
+        requests = [request for group in contexts for request in group]
+        found: dict[str, dict[str, dict]] = {}
+        for name, answer, batch in (("plain", self._score, requests), ("shared", self._score_shared, contexts)):
+            for _ in range(2):
+                self._synchronize()
+                begin = time.perf_counter()
+                found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}
+                self._synchronize()
+                seconds = time.perf_counter() - begin
+            setattr(self.shared, f"{name}_seconds", getattr(self.shared, f"{name}_seconds") + seconds)
+        for group in contexts:
+            pairs = [(sum(found["plain"][r.id]["nll"]), sum(found["shared"][r.id]["nll"])) for r in group]
+            difference = max(abs(a - b) for a, b in pairs)
+            self.shared.largest_difference = max(self.shared.largest_difference, difference)
+            best = [min(range(len(pairs)), key=lambda i: pairs[i][way]) for way in (0, 1)]
+            self.shared.changed_answers += best[0] != best[1]
+        self.shared.contexts += len(contexts)
+        self._measured += 1
+        if self._measured == 3:
+            self.shared.used = self.shared.shared_seconds < self.shared.plain_seconds
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _score(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
+        """Whole sequences, right-padded; in pieces of `chunk` tokens with a recurrent cache, so memory is flat in T."""
+        tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
+        inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in tokens], batch_first=True)  # [B, T]
+        length = inputs.shape[1]
+        pieces = range(0, length, self.chunk) if self.recurrent and length > self.chunk else [0]
+        step = self.chunk if len(pieces) > 1 else length
+        losses: list[list[Tensor]] = [[] for _ in batch]
+        greedy = [True] * len(batch)
+        cache = None
+        for begin in pieces:
+            states, cache = self.states(inputs[:, begin : begin + step], cache, keep=len(pieces) > 1)
+            rows, columns, targets = [], [], []
+            for row, (request, x) in enumerate(zip(batch, tokens, strict=True)):
+                first = max(begin, request.context - 1)
+                last = min(begin + step, len(x) - 1)
+                where = torch.arange(first, max(first, last))  # inputs at `where` predict the token after them
+                rows.append(torch.full_like(where, row))
+                columns.append(where - begin)
+                targets.append(x[where + 1])
+            nll, right = self.losses(states, torch.cat(rows), torch.cat(columns), torch.cat(targets))
+            counts = [len(x) for x in targets]
+            for row, (part, hit) in enumerate(zip(nll.split(counts), right.split(counts), strict=True)):
+                losses[row].append(part)
+                greedy[row] &= bool(hit.all())
+        return [
+            (request, {"nll": segments(torch.cat(losses[row]), request), "greedy": greedy[row]})
+            for row, request in enumerate(batch)
+        ]
+
+    def _score_shared(self, asked: RequestSet, groups: list[list[Request]]) -> list[tuple[Request, dict]]:
+        """Each context once, then its continuations from the cache, expanded."""
+        contexts = np.stack([asked.of(group[0])[: group[0].context] for group in groups]).astype(np.int64)
+        states, cache = self.states(torch.from_numpy(contexts), None, keep=True)
+        batch = [request for group in groups for request in group]
+        owner = torch.tensor([row for row, group in enumerate(groups) for _ in group])
+        continuations = [torch.from_numpy(asked.of(r)[r.context :].astype(np.int64)) for r in batch]
+        first = torch.stack([x[0] for x in continuations])
+        nll, right = self.losses(states, owner, torch.full_like(owner, states.shape[1] - 1), first)
+        losses = [[x[None]] for x in nll]
+        greedy = right.tolist()
+        inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in continuations], batch_first=True)  # [B, T]
+        if inputs.shape[1] > 0:
+            cache.reorder_cache(owner.to(self.device))
+            states, _ = self.states(inputs, cache)
+            counts = [len(x) - 1 for x in continuations]
+            rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
+            columns = torch.cat([torch.arange(n) for n in counts])
+            nll, right = self.losses(states, rows, columns, torch.cat([x[1:] for x in continuations]))
+            for row, (part, hit) in enumerate(zip(nll.split(counts), right.split(counts), strict=True)):
+                losses[row].append(part)
+                greedy[row] &= bool(hit.all())
+        return [
+            (request, {"nll": segments(torch.cat(losses[row]), request), "greedy": greedy[row]})
+            for row, request in enumerate(batch)
+        ]
+
+    def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
+        """The body's states [B, T, D] (logits where model and head do not part), and the cache if `keep`."""
+        keywords = {"past_key_values": cache} if cache is not None else {}
+        out = self.body(inputs.to(self.device), use_cache=keep or cache is not None, **keywords)
+        states = out.last_hidden_state if self.head is not None else out.logits
+        return states, getattr(out, "past_key_values", None)
+
+    def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """-log p(target) in fp32, and whether the target is the likeliest, for states[rows, columns]; on the CPU."""
+        nll, right = [], []
+        for logits, at in self.logits(states, rows, columns):
+            target = targets[at].to(self.device)
+            nll.append(torch.nn.functional.cross_entropy(logits, target, reduction="none").cpu())
+            right.append((logits.argmax(-1) == target).cpu())
+        return (torch.cat(nll), torch.cat(right)) if nll else (torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+
+    def logits(self, states: Tensor, rows: Tensor, columns: Tensor) -> Iterable[tuple[Tensor, slice]]:
+        """fp32 logits [n, V] of states[rows, columns], some rows at a time."""
+        vocabulary = self.head.weight.shape[0] if self.head is not None else states.shape[-1]
+        step = max(1, LOGITS // vocabulary)
+        for begin in range(0, len(rows), step):
+            at = slice(begin, begin + step)
+            picked = states[rows[at].to(states.device), columns[at].to(states.device)]
+            yield (picked if self.head is None else self.head(picked)).float(), at
+
+    # the other two kinds
+
+    def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
+        tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
+        states, _ = self.states(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True))
+        counts = [len(request.positions) for request in batch]
+        rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
+        columns = torch.tensor([position for request in batch for position in request.positions])
+        best = torch.cat([logits.argmax(-1).cpu() for logits, _ in self.logits(states, rows, columns)])
+        return [(r, {"tokens": part.tolist()}) for r, part in zip(batch, best.split(counts), strict=True)]
+
+    def _generate(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
+        """Greedy, by the model's own `generate`: it knows the model's cache. Prompts of a batch are equally long."""
+        from transformers import GenerationConfig
+
+        one = batch[0]
+        prompts = torch.from_numpy(np.stack([asked.of(request) for request in batch]).astype(np.int64)).to(self.device)
+        how = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=one.max_new,
+            min_new_tokens=one.min_new or None,
+            eos_token_id=list(one.stop) or None,
+            pad_token_id=one.stop[0] if one.stop else 0,
+        )
+        out = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=how)
+        answers = out[:, prompts.shape[1] :].tolist()
+        return [(request, {"tokens": until(answer, one.stop)}) for request, answer in zip(batch, answers, strict=True)]
+
+
+def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
+    """The tokens before the first stop token."""
+    return next((tokens[:at] for at, token in enumerate(tokens) if token in stop), tokens)
+
+
+def segments(losses: Tensor, request: Request) -> list[float]:
+    """Sums over the parts of tokens[context:], cut at `cuts`, in fp64."""
+    assert len(losses) == request.length - max(1, request.context), "not one loss a scored token"
+    first = max(1, request.context)
+    edges = [0, *(cut - first for cut in request.cuts), len(losses)]
+    exact = losses.double()
+    return [exact[a:b].sum().item() for a, b in itertools.pairwise(edges)]
+
+
+@torch.inference_mode()
+def parts(model: Any, device: torch.device) -> tuple[Any, Any]:
+    """(body, head) with head(body's states) = logits; (model, None) where that does not hold (capped logits)."""
+    body, head = getattr(model, "base_model", model), None
+    with suppress(NotImplementedError, AttributeError):
+        head = model.get_output_embeddings()
+    if body is model or not isinstance(head, torch.nn.Linear):
+        return model, None
+    ids = torch.arange(7, device=device)[None] % head.weight.shape[0]
+    with suppress(TypeError, AttributeError):
+        mine = head(body(ids, use_cache=False).last_hidden_state).float()
+        truth = model(ids, use_cache=False).logits.float()
+        if mine.shape == truth.shape and (mine - truth).abs().max() <= 1e-3 * truth.abs().max():
+            return body, head
+    return model, None
+
+
+@torch.inference_mode()
+def cache_properties(body: torch.nn.Module, device: torch.device) -> tuple[bool, bool]:
+    """(whether more than one token may follow from the cache and rows be expanded, whether it keeps its size).
+
+    The first is measured: with the cache, the second half of 24 tokens must come out as it does in one go, at least ten
+    times nearer than without the cache.
+    """
+    ids = torch.arange(24, device=device)[None] % 97
+    output = lambda out: out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits  # noqa: E731
+    try:
+        truth = output(body(ids, use_cache=False))[:, 12:].float()
+        apart = output(body(ids[:, 12:], use_cache=False)).float()
+        cache = body(ids[:, :12], use_cache=True).past_key_values
+        size = cache_bytes(cache)
+        cache.reorder_cache(torch.zeros(2, dtype=torch.long, device=device))  # two rows of one
+        out = body(ids[:, 12:].expand(2, -1), past_key_values=cache, use_cache=True)
+        ours = output(out).float()
+        grown = cache_bytes(out.past_key_values)
+    except Exception:  # no such cache, or one that takes a single token: then nothing is shared or cut
+        return False, False
+    error, scale = (ours - truth).norm() / 2**0.5, (apart - truth).norm()
+    continues = bool(error <= 0.1 * scale)
+    return continues, continues and grown == 2 * size
+
+
+def cache_bytes(thing, seen: set | None = None) -> int:
+    """Bytes of the tensors of more than a token counter's size that a cache holds, wherever it keeps them."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        return thing.numel() * thing.element_size() if thing.dim() > 1 else 0
+    if isinstance(thing, dict):
+        return sum(cache_bytes(x, seen) for x in thing.values())
+    if isinstance(thing, (list, tuple)):
+        return sum(cache_bytes(x, seen) for x in thing)
+    return sum(cache_bytes(x, seen) for x in vars(thing).values()) if hasattr(thing, "__dict__") else 0

@@ -1,0 +1,283 @@
+"""The paper's language-modelling and zero-shot tasks by lm-evaluation-harness: it writes the prompts and computes the
+metrics, our engine answers. Its `evaluate` runs twice, once to collect what it asks and once to be handed the answers.
+
+With `--data DIR` a task's definition is the harness's own; only where its documents come from is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ccq.evaluate import sources
+from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import Builder, Request, RequestSet
+from ccq.evaluate.statistics import average, summary
+
+# name: (the harness's file, split, data file, its fields, {group: (metric, aggregate)})
+TASKS: dict[str, tuple[str, str, str, list[str], dict[str, tuple[str, str]]]] = {
+    "piqa": ("piqa/piqa", "validation", "piqa_val", ["goal", "sol1", "sol2", "label"], {"": ("acc", "mean")}),
+    "hellaswag": (
+        "hellaswag/hellaswag",
+        "validation",
+        "hellaswag_val",
+        ["activity_label", "ctx_a", "ctx_b", "endings", "label"],
+        {"": ("acc_norm", "mean")},
+    ),
+    "winogrande": (
+        "winogrande/default",
+        "validation",
+        "winogrande_xl_val",
+        ["sentence", "option1", "option2", "answer"],
+        {"": ("acc", "mean")},
+    ),
+    "arc_easy": (
+        "arc/arc_easy",
+        "test",
+        "arc_easy_test",
+        ["question", "choices", "answerKey"],
+        {"": ("acc_norm", "mean")},
+    ),
+    "arc_challenge": (
+        "arc/arc_challenge",
+        "test",
+        "arc_challenge_test",
+        ["question", "choices", "answerKey"],
+        {"": ("acc_norm", "mean")},
+    ),
+    "social_iqa": (
+        "siqa/siqa",
+        "validation",
+        "social_iqa_val",
+        ["context", "question", "answerA", "answerB", "answerC", "label"],
+        {"": ("acc", "mean")},
+    ),
+    "boolq": (
+        "super_glue/boolq/default",
+        "validation",
+        "boolq_val",
+        ["passage", "question", "label"],
+        {"": ("acc", "mean")},
+    ),
+    "lambada_openai": (
+        "lambada/lambada_openai",
+        "test",
+        "lambada_openai_test",
+        ["text"],
+        {"": ("acc", "mean"), "/perplexity": ("perplexity", "perplexity")},
+    ),
+    "wikitext": (
+        "wikitext/wikitext",
+        "test",
+        "wikitext2_raw_test_pages",
+        ["page"],
+        {"/word_perplexity": ("word_perplexity", "perplexity")},
+    ),
+}
+AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
+MAX_LENGTHS = (4096, 8192)
+BOOLQ_NOTE = (
+    'boolq: these passages lack the "Title -- " that the SuperGLUE copy, which published scores use, puts first'
+)
+
+Tokens = tuple[list[int], int]  # tokens, how many of them are context
+
+
+def adapter(tokenizer, max_lengths: Sequence[int], answer: Callable[[list[Tokens]], list[tuple[float, bool]]]):
+    """An LM for the harness: texts become tokens as its own `hf` model makes them, `answer` gives log-likelihoods."""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import has_bos_prefix
+
+    class Adapter(TemplateLM):
+        @property
+        def eot_token_id(self) -> int:
+            return tokenizer.eos_token_id
+
+        @property
+        def prefix_token_id(self) -> int:
+            return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+        @functools.cached_property
+        def prefix(self) -> str:
+            return tokenizer.decode(self.prefix_token_id)
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+            if add_special_tokens is None and has_bos_prefix(string, self.prefix):
+                add_special_tokens = False
+            how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+            return tokenizer.encode(string, verbose=False, **how)
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
+            return answer([cut(context, rest, max(max_lengths)) for _, context, rest in requests])
+
+        def loglikelihood(self, requests, disable_tqdm: bool = True):
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+            """Every token once, in windows of the length that the task's name ends with."""
+            counts: list[int] = []
+            windows: list[Tokens] = []
+            for request in requests:
+                length = int(request.task_name.rpartition("_")[2])
+                pairs = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=length,
+                    context_len=1,
+                )
+                mine = [cut(context, rest, length) for context, rest in map(utils.make_disjoint_window, pairs)]
+                counts.append(len(mine))
+                windows += mine
+            answers = iter(answer(windows))
+            return [sum(next(answers)[0] for _ in range(count)) for count in counts]
+
+        def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+            raise NotImplementedError("no task of the lm suite generates text")
+
+    return Adapter()
+
+
+def cut(context: list[int], rest: list[int], max_length: int) -> Tokens:
+    """The last max_length + 1 tokens (the last one is only predicted), as the harness's `hf` model truncates."""
+    if len(rest) > max_length:
+        raise EvaluationError(f"--max-length: {max_length} is shorter than a continuation of {len(rest)} tokens")
+    tokens = (context + rest)[-(max_length + 1) :]
+    return tokens, len(tokens) - len(rest)
+
+
+def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | None) -> list[dict]:
+    """The harness's own task definitions, with documents from `data`; WikiText once for each maximal length."""
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    configs = []
+    for name in names:
+        file, split, stem, fields, _ = TASKS[name]
+        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml")
+        config["num_fewshot"] = 0
+        if data is not None:
+            rows = sources.rows(sources.find(data, stem, fields), fields)
+            config |= {"custom_dataset": functools.partial(documents, rows, split), "dataset_path": "json"}
+            config["dataset_name"] = None
+            config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
+        if name == "wikitext":
+            configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
+        else:
+            configs.append(config)
+    return configs
+
+
+SPLITS = ("training_split", "validation_split", "test_split")
+
+
+def documents(rows: list[dict], split: str, **_) -> dict:
+    import datasets
+
+    return {split: datasets.Dataset.from_list(rows)}
+
+
+def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> dict:
+    """The harness's `simple_evaluate`, quietly."""
+    import datasets
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return simple_evaluate(
+            model=lm,
+            tasks=sources.from_hub("an lm task", lambda: task_configs(names, max_lengths, options.data)),
+            task_manager=TaskManager(include_defaults=False),
+            limit=options.limit,
+            bootstrap_iters=0,
+        )
+    except (EvaluationError, ModuleNotFoundError):
+        raise
+    except (OSError, ConnectionError) as error:
+        raise EvaluationError(
+            f"the lm tasks could not be loaded from the Hub ({str(error).splitlines()[0][:200]}). "
+            "Without a network, give the data with --data DIR"
+        ) from error
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def settings_of(options) -> tuple[list[str], list[int]]:
+    return list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
+
+
+def build(options, tokenizer) -> RequestSet:
+    """Let the harness ask, and write down what it asks; equal questions once."""
+    if tokenizer.eos_token_id is None:
+        raise EvaluationError("the tokenizer has no end-of-text token (eos_token), which the harness begins texts with")
+    names, max_lengths = settings_of(options)
+    builder, seen = Builder(), set()
+
+    def record(asked: list[Tokens]) -> list[tuple[float, bool]]:
+        for tokens, context in asked:
+            if (key := (context, tuple(tokens))) not in seen:
+                seen.add(key)
+                builder.add(str(len(seen)), "score", tokens, context=context)
+        return [(-1.0, False)] * len(asked)
+
+    evaluate(adapter(tokenizer, max_lengths, record), options, names, max_lengths)
+    settings = {"tasks": names, "max_lengths": max_lengths, "offline": options.data is not None}
+    notes = [BOOLQ_NOTE] if options.data is not None and "boolq" in names else []
+    return builder.done("lm", settings, notes)
+
+
+def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
+    """Hand the answers to the harness; its scores, with our intervals and the paper's average."""
+    import numpy as np
+
+    names, max_lengths = settings_of(options)
+    known = {asked.key(request): answer for request, answer in zip(asked.requests, answers, strict=True)}
+
+    def look_up(questions: list[Tokens]) -> list[tuple[float, bool]]:
+        found = []
+        for tokens, context in questions:
+            request = Request("", "score", 0, len(tokens), context=context)
+            answer = known.get(RequestSet("lm", {}, np.asarray(tokens, np.int32), [request]).key(request))
+            if answer is None:
+                raise EvaluationError(
+                    "the request file does not have all that the harness asks: other data, tasks, limit or "
+                    "max-length? Make it again with --stage requests"
+                )
+            found.append((-sum(answer["nll"]), answer["greedy"]))
+        return found
+
+    told = evaluate(adapter(tokenizer, max_lengths, look_up), options, names, max_lengths)
+    rows: list[dict] = []
+    groups: dict[str, list[dict]] = {}
+    scores: dict[str, dict] = {}
+    for task, samples in told["samples"].items():
+        name, _, length = task.rpartition("_") if task.startswith("wikitext_") else (task, "", "")
+        for suffix, (metric, aggregate) in TASKS[name][4].items():
+            group = f"{name}{'/' + length if length else ''}{suffix}"
+            mine = []
+            for sample in samples:
+                row = {"id": f"{group}/{sample['doc_id']}", "group": group, "prompt_hash": sample["prompt_hash"]}
+                row["output"] = (
+                    [response[0] for response in sample["filtered_resps"]] if not length else sample["filtered_resps"]
+                )
+                result = sample[metric]
+                if isinstance(result, tuple):  # (log-likelihood, words)
+                    mine.append(row | {"score": -result[0], "weight": result[1]})
+                else:
+                    mine.append(row | {"score": -result if aggregate == "perplexity" else result})
+            rows += mine
+            groups[group] = mine
+            scores[group] = summary(mine, aggregate) | {"metric": metric}
+            harness = told["results"][task][f"{metric},none"]
+            scores[group]["value"] = 100 * harness if aggregate == "mean" else harness
+    if options.data is not None and "boolq" in scores:
+        scores["boolq"]["note"] = BOOLQ_NOTE
+    if set(AVERAGE) <= groups.keys():
+        scores["average"] = average({name: groups[name] for name in AVERAGE})
+    return rows, scores

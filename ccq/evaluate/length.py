@@ -1,0 +1,159 @@
+"""Perplexity past the training length, on long documents.
+
+    sweep       the paper's: a corpus is one token stream, its documents joined by end-of-text, cut into windows of L
+                that do not overlap; exp of the mean loss over the L - 1 predictions of every window. At each L other
+                tokens stand near a window's start, where there is little context.
+    position    loss by position inside windows of the greatest length
+    same        the same tokens at every L: the last 2,048 of each window of the greatest length, given L - 2,048 before
+                them (so a request has L tokens)
+
+Intervals resample documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from ccq.evaluate import sources
+from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import Builder, Request, RequestSet
+from ccq.evaluate.statistics import summary
+
+CORPORA = {  # name: file
+    "govreport": "longdocs_govreport",
+    "qmsum": "longdocs_qmsum",
+    "narrativeqa": "longdocs_narrativeqa",
+    "qasper": "longdocs_qasper",
+    "pg19": "longdocs_pg19_heldout",
+    "code": "longdocs_python_code",
+    "elife": "longdocs_elife_papers",
+}
+LENGTHS = tuple(range(4096, 20_481, 2048))
+SCORED = 2048  # tokens of the "same" view
+BLOCK = 512  # positions a point of the "position" view
+FEW = 20  # windows below which a point is marked
+
+
+def documents(corpus: str, data: Path | None) -> list[str]:
+    """Texts in their order, each once."""
+    if data is not None:
+        rows = sources.rows(sources.find(data, CORPORA[corpus], ["text"]), ["text"])
+        return list(dict.fromkeys(row["text"] for row in rows))
+
+    def load() -> list[str]:
+        in_longbench = {"govreport": "gov_report", "qmsum": "qmsum", "narrativeqa": "narrativeqa", "qasper": "qasper"}
+        if corpus in in_longbench:
+            return [row["context"] for row in sources.longbench_archive(in_longbench[corpus])]
+        import datasets
+
+        if corpus == "pg19":
+            return list(datasets.load_dataset("emozilla/pg19-test", split="test")["text"])
+        if corpus == "code":
+            stream = datasets.load_dataset("codeparrot/codeparrot-clean-valid", split="train", streaming=True)
+            return [row["content"] for row in stream.take(2000)]
+        raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
+
+    return list(dict.fromkeys(sources.from_hub(f"the corpus {corpus}", load)))
+
+
+def stream(texts: list[str], tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, document of each token); documents are joined by end-of-text, which counts to the one it ends."""
+    if tokenizer.eos_token_id is None:
+        raise EvaluationError("the tokenizer has no end-of-text token (eos_token) to join documents with")
+    pieces, owners = [], []
+    for number, text in enumerate(texts):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if number < len(texts) - 1:
+            ids = [*ids, tokenizer.eos_token_id]
+        pieces.append(np.asarray(ids, dtype=np.int32))
+        owners.append(np.full(len(ids), number, dtype=np.int32))
+    return np.concatenate(pieces), np.concatenate(owners)
+
+
+def window(
+    id: str, base: int, begin: int, end: int, owner: np.ndarray, *, scored: int = 0, blocks: bool = False
+) -> Request:
+    """Tokens begin to end - 1 of a stream, cut where a document begins (and every BLOCK positions).
+
+    `scored` > 0 scores only the last so many. `meta` has for each segment its document, its tokens, its block.
+    """
+    length = end - begin
+    first = max(1, length - scored) if scored else 1
+    inside = owner[begin:end]
+    cuts = set((np.flatnonzero(np.diff(inside)) + 1).tolist())
+    if blocks:
+        cuts |= set(range(BLOCK, length, BLOCK))
+    edges = [first, *sorted(cut for cut in cuts if cut > first), length]
+    segments = [[int(inside[a]), b - a, a // BLOCK] for a, b in itertools.pairwise(edges)]
+    context = first if scored else 0
+    request = Request(id, "score", base + begin, base + end, context=context, cuts=tuple(edges[1:-1]))
+    request.meta = {"segments": segments}
+    return request
+
+
+def build(options, tokenizer) -> RequestSet:
+    lengths = sorted(options.lengths or LENGTHS)
+    if lengths[0] < 2:
+        raise EvaluationError(f"--lengths: a window has at least 2 tokens, got {lengths[0]}")
+    builder, corpora, longest = Builder(), {}, lengths[-1]
+    for corpus in options.tasks or CORPORA:
+        tokens, owner = stream(documents(corpus, options.data), tokenizer)
+        base = builder.stream(tokens)
+        corpora[corpus] = {"documents": int(owner[-1]) + 1, "tokens": len(tokens)}
+        for length in lengths:
+            for number in range(limited(len(tokens) // length, options.limit)):
+                name, begin = f"{corpus}/{length}/{number}", number * length
+                request = window(name, base, begin, begin + length, owner, blocks=length == longest)
+                builder.requests.append(request)
+        for number in range(limited(len(tokens) // longest, options.limit)):
+            end = (number + 1) * longest
+            for length in lengths:
+                if length > SCORED:
+                    name = f"{corpus}/same/{length}/{number}"
+                    builder.requests.append(window(name, base, end - length, end, owner, scored=SCORED))
+    if not builder.requests:
+        raise EvaluationError(f"--lengths: no corpus has a window of {lengths[0]} tokens: {corpora}")
+    settings = {"corpora": corpora, "lengths": lengths, "scored": SCORED, "block": BLOCK}
+    return builder.done("length", settings)
+
+
+def limited(count: int, limit: int | None) -> int:
+    return count if limit is None else min(count, limit)
+
+
+def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
+    """A sample row is a document's part of a window; perplexity with intervals over documents."""
+    rows: list[dict] = []
+    positions: dict[str, dict[int, list[float]]] = {}
+    longest = max(asked.settings["lengths"])
+    for request, answer in zip(asked.requests, answers, strict=True):
+        corpus, *view, number = request.id.split("/")
+        group = "/".join([corpus, *view])
+        parts: dict[int, list[float]] = {}
+        for (document, count, block), nll in zip(request.meta["segments"], answer["nll"], strict=True):
+            part = parts.setdefault(document, [0.0, 0])
+            part[0], part[1] = part[0] + nll, part[1] + count
+            if view == [str(longest)]:
+                total = positions.setdefault(corpus, {}).setdefault(block, [0.0, 0])
+                total[0], total[1] = total[0] + nll, total[1] + count
+        for document, (nll, count) in parts.items():
+            row: dict = {"id": f"{request.id}/{document}", "group": group, "unit": document, "window": int(number)}
+            rows.append({**row, "score": nll, "weight": count, "output": nll / count})
+    scores: dict[str, dict] = {}
+    grouped: dict[str, list[dict]] = {}
+    for row in rows:
+        grouped.setdefault(row["group"], []).append(row)
+    for group, mine in grouped.items():
+        score = summary(mine, "perplexity")
+        score["n"] = windows = len({row["window"] for row in mine})
+        scores[group] = {**score, "windows": windows, "documents": score["units"], "few": windows < FEW}
+        if group.endswith(f"/{longest}") and "/same/" not in group:
+            blocks = positions[group.split("/")[0]]
+            scores[group]["loss_by_position"] = [
+                {"from": block * BLOCK, "loss": total / count, "tokens": count}
+                for block, (total, count) in sorted(blocks.items())
+            ]
+    return rows, scores

@@ -1,0 +1,230 @@
+"""LongBench, the 14 English tasks: prompts, output lengths, truncation, decoding and metrics as in THUDM/LongBench
+(`pred.py`, `eval.py`, `metrics.py`, `config/` at commit 2e00731), for base models (no chat template).
+
+The metrics are written anew and kept equal to the original's, quirks included:
+
+- rouge-l is that of the package `rouge` 1.0.1; what it raises on (an empty prediction) scores 0;
+- code similarity is fuzzywuzzy's ratio as it is without python-Levenshtein: difflib's, rounded to per cent;
+- trec, triviaqa and samsum keep the first line of the output, after leading newlines are dropped;
+- trec removes classes from the list while it goes over it, so the one after each removed class is passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ccq.evaluate import sources
+from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.statistics import average, summary
+
+FIELDS = ["input", "context", "answers", "all_classes", "dataset"]
+MAX_LENGTHS = (8192, 4096)  # prompt and output together; the paper does not say which it took
+
+_READ = "Only give me the answer and do not output any other words."
+_PASSAGES = (
+    f"Answer the question based on the given passages. {_READ}\n\nThe following are given passages.\n{{context}}\n\n"
+    f"Answer the question based on the given passages. {_READ}\n\nQuestion: {{input}}\nAnswer:"
+)
+_STORY = "as you can, using a single phrase if possible. Do not provide any explanation."
+_ARTICLE = (
+    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
+    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    '"no", or "unanswerable". Do not provide any explanation.'
+)
+PROMPTS = {
+    "narrativeqa": "You are given a story, which can be either a novel or a movie script, and a question. Answer the "
+    f"question asconcisely {_STORY}\n\nStory: {{context}}\n\nNow, answer the question based on the story asconcisely "
+    f"{_STORY}\n\nQuestion: {{input}}\n\nAnswer:",
+    "qasper": f"You are given a scientific article and a question. Answer the question {_ARTICLE}\n\n"
+    f"Article: {{context}}\n\n Answer the question based on the above article {_ARTICLE}\n\n"
+    "Question: {input}\n\nAnswer:",
+    "multifieldqa_en": "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question "
+    "based on the above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
+    "hotpotqa": _PASSAGES,
+    "2wikimqa": _PASSAGES,
+    "musique": _PASSAGES,
+    "gov_report": "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n"
+    "{context}\n\nNow, write a one-page summary of the report.\n\nSummary:",
+    "qmsum": "You are given a meeting transcript and a query containing a question or instruction. Answer the query in "
+    "one or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
+    "in one or more sentences.\n\nQuery: {input}\nAnswer:",
+    "multi_news": "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
+    "Now, write a one-page summary of all the news.\n\nSummary:",
+    "trec": "Please determine the type of the question below. Here are some examples of questions.\n\n"
+    "{context}\n{input}",
+    "triviaqa": f"Answer the question based on the given passage. {_READ} The following are some examples.\n\n"
+    "{context}\n\n{input}",
+    "samsum": "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
+    "{context}\n\n{input}",
+    "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
+    "repobench-p": "Please complete the code given below. \n{context}{input}Next line of code:\n",
+}
+OUTPUT = {  # tokens generated
+    "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "hotpotqa": 32, "2wikimqa": 32, "musique": 32,
+    "gov_report": 512, "qmsum": 512, "multi_news": 512, "trec": 64, "triviaqa": 32, "samsum": 128, "lcc": 64,
+    "repobench-p": 64,
+}  # fmt: skip
+FIRST_LINE = ("trec", "triviaqa", "samsum")
+
+
+def normalized(text: str) -> list[str]:
+    """Words in lower case, without ASCII punctuation and then without articles."""
+    kept = "".join(ch for ch in text.lower() if ch not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
+
+
+def f1(prediction: str, answer: str, classes: Sequence[str] | None = None) -> float:
+    """Harmonic mean of precision and recall over the words as bags."""
+    found, wanted = normalized(prediction), normalized(answer)
+    same = sum((Counter(found) & Counter(wanted)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = 1.0 * same / len(found), 1.0 * same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+@functools.cache
+def _rouge():
+    from rouge import Rouge
+
+    return Rouge()
+
+
+def rouge_l(prediction: str, answer: str, classes: Sequence[str] | None = None) -> float:
+    try:
+        return _rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+    except Exception:  # it refuses empty texts; the original takes any error as 0
+        return 0.0
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str] | None = None) -> float:
+    """1 / (classes named in the prediction) if the right one is among them, else 0.
+
+    A named class that is part of the right one does not count, except where the quirk passes over it.
+    """
+    named = [name for name in classes or () if name in prediction]
+    for name in named:
+        if name in answer and name != answer:
+            named.remove(name)  # from the list that is gone over: the original's result depends on it
+    return 1.0 / len(named) if answer in named else 0.0
+
+
+def code_similarity(prediction: str, answer: str, classes: Sequence[str] | None = None) -> float:
+    """Of the first line that has no `, # or //."""
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((x for x in lines if "`" not in x and "#" not in x and "//" not in x), "")
+    if line == answer:  # fuzzywuzzy's order: equal texts first, so two empty ones are alike
+        return 1.0
+    if not line or not answer:
+        return 0.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+METRICS: dict[str, Callable[..., float]] = {
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), f1),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), rouge_l),
+    "trec": classification,
+    **dict.fromkeys(("lcc", "repobench-p"), code_similarity),
+}
+
+
+def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[str] | None) -> float:
+    """The best over the answers, between 0 and 1."""
+    if task in FIRST_LINE:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    return max((METRICS[task](prediction, answer, classes) for answer in answers), default=0.0)
+
+
+def truncated(prompt: str, tokenizer, room: int) -> list[int]:
+    """Tokens of the prompt; one longer than `room` loses its middle: halves are decoded and encoded again."""
+    tokens = tokenizer(prompt, verbose=False).input_ids
+    if len(tokens) <= room:
+        return tokens
+    half = room // 2
+    ends = [tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:half], tokens[-half:])]
+    return tokenizer("".join(ends), verbose=False).input_ids
+
+
+def load(tasks: Sequence[str], data: Path | None) -> dict[str, list[dict]]:
+    """Rows a task: of its own file (longbench_TASK or TASK) where there is one, else of MiniLongBench's."""
+    if data is None:
+        hub = {
+            task: sources.from_hub(f"LongBench's {task}", functools.partial(sources.longbench_archive, task))
+            for task in tasks
+        }
+        return hub
+    found, mini = {}, None
+    for task in tasks:
+        own = next((name for name in (f"longbench_{task}", task) if sources.exists(data, name)), None)
+        if own:
+            found[task] = sources.rows(sources.find(data, own, FIELDS), FIELDS)
+            continue
+        if mini is None:
+            mini = sources.rows(sources.find(data, "minilongbench_en14", FIELDS), FIELDS)
+        found[task] = [row for row in mini if row["dataset"] == task]
+        if not found[task]:
+            raise EvaluationError(
+                f"{data} has no rows of the LongBench task {task}: expected longbench_{task}.jsonl.zst"
+            )
+    return found
+
+
+def build(options, tokenizer) -> RequestSet:
+    tasks = list(options.tasks or PROMPTS)
+    limits = options.max_lengths or MAX_LENGTHS
+    short = [x for x in limits if x <= max(OUTPUT[task] for task in tasks)]
+    if short:
+        raise EvaluationError(
+            f"--max-length: {short[0]} leaves no room for a prompt beside {max(OUTPUT.values())} new tokens"
+        )
+    builder, counts = Builder(), {}
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
+    for task, rows in load(tasks, options.data).items():
+        rows = rows if options.limit is None else rows[: options.limit]
+        counts[task] = len(rows)
+        for number, row in enumerate(rows):
+            prompt = PROMPTS[task].format(context=row["context"], input=row["input"])
+            for limit in limits:
+                tokens = truncated(prompt, tokenizer, limit - OUTPUT[task])
+                # samsum: the original ends it at a newline, once there is one token
+                how = {"stop": tuple(eos + newline), "min_new": 1} if task == "samsum" else {"stop": tuple(eos)}
+                meta = {"answers": row["answers"], "classes": row["all_classes"], "task": task, "max_length": limit}
+                builder.add(f"{task}/{limit}/{number}", "generate", tokens, max_new=OUTPUT[task], meta=meta, **how)
+    settings = {
+        "tasks": tasks,
+        "max_lengths": list(limits),
+        "rows": counts,
+        "new_tokens": {t: OUTPUT[t] for t in tasks},
+    }
+    fewest = min(counts.values())
+    notes = [f"{fewest} to {max(counts.values())} rows a task"]
+    if fewest < 100:
+        notes[0] += ": intervals of a task are tens of points wide; this is not the whole of LongBench"
+    return builder.done("longbench", settings, notes)
+
+
+def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
+    """Mean of a task, then of the tasks, for each limit on prompt and output."""
+    rows: list[dict] = []
+    for request, answer in zip(asked.requests, answers, strict=True):
+        output = tokenizer.decode(answer["tokens"], skip_special_tokens=True)
+        meta = request.meta
+        result = score(meta["task"], output, meta["answers"], meta["classes"])
+        group = f"{meta['task']}/{meta['max_length']}"
+        rows.append({"id": request.id, "group": group, "output": output, "score": result})
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    scores = {name: summary(mine) for name, mine in groups.items()}
+    for limit in asked.settings["max_lengths"]:
+        mine = {name: group for name, group in groups.items() if name.endswith(f"/{limit}")}
+        scores[f"average/{limit}"] = average(mine)
+    return rows, scores

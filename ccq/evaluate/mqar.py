@@ -1,0 +1,47 @@
+"""Multi-query associative recall, zoology's test slices: the share of keys whose value the model gives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.statistics import average, summary
+
+
+def build(options, tokenizer) -> RequestSet:
+    from ccq.data.mqar import MQAR, TEST
+
+    slices = [part for part in TEST if options.lengths is None or part.length in options.lengths]
+    if not slices:
+        known = sorted({part.length for part in TEST})
+        raise EvaluationError(f"--lengths: MQAR has test slices of {known} tokens, got {list(options.lengths)}")
+    task = MQAR(slices=slices, split="test", seed=options.seed)
+    builder, names = Builder(), []
+    for number, part in enumerate(task.slices):
+        count = part.samples if options.limit is None else min(part.samples, options.limit)
+        batch = task.of(number, np.arange(count))
+        names.append({"length": part.length, "pairs": part.pairs, "samples": count})
+        for index, (inputs, labels) in enumerate(zip(batch.input_ids.numpy(), batch.labels.numpy(), strict=True)):
+            asked = np.flatnonzero(labels >= 0)
+            meta = {"answers": labels[asked].tolist()}
+            builder.add(
+                f"{part.length}-{part.pairs}/{index}", "argmax", inputs, positions=tuple(asked.tolist()), meta=meta
+            )
+    return builder.done("mqar", {"slices": names, "seed": options.seed, "vocabulary": task.vocab_size})
+
+
+def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
+    """Accuracy over the keys of a slice, with samples resampled; zoology reports the mean over slices."""
+    rows = []
+    for request, answer in zip(asked.requests, answers, strict=True):
+        right = [int(a == b) for a, b in zip(answer["tokens"], request.meta["answers"], strict=True)]
+        group = request.id.split("/")[0]
+        rows.append(
+            {"id": request.id, "group": group, "output": answer["tokens"], "score": sum(right), "weight": len(right)}
+        )
+    groups = {name: [row for row in rows if row["group"] == name] for name in dict.fromkeys(r["group"] for r in rows)}
+    scores = {name: summary(mine) for name, mine in groups.items()}
+    if len(groups) > 1:
+        scores["average"] = average(groups)
+    return rows, scores

@@ -1,0 +1,397 @@
+"""RULER's single-needle tasks, niah_single_1/2/3 (S-NIAH-1/2/3), at any length.
+
+Template, needle, keys, values, depths, haystack, answer prefix and score are RULER's (NVIDIA/RULER, niah.py in
+scripts/data/synthetic, and scripts/eval); two things are not:
+
+- The haystack is sized for each sample: the largest that fits with the 128 tokens of the answer. RULER sizes it once
+  and then drops 500 words at a time. `sizing="lm-eval"` is what lm-evaluation-harness 0.4.13 builds, in steps of 500
+  words or of 5 or 25 noise units: shorter prompts, which published numbers probably come from.
+- Samples are drawn by our counter-based generator: sample i of (seed, task, length) is the same whatever ran before and
+  on every machine. They are frozen in a file whose hash is in the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ccq.evaluate import sources
+from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.results import tokenizer_hash, write_rows
+from ccq.evaluate.statistics import summary
+
+TASKS = {  # name: (haystack, values)
+    "niah_single_1": ("noise", "numbers"),
+    "niah_single_2": ("essay", "numbers"),
+    "niah_single_3": ("essay", "uuids"),
+}
+LENGTHS = (1024, 2048, 4096, 8192)
+SAMPLES = 500
+ANSWER = 128  # tokens generated
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {values} for {key} is: {value}."
+PROMPT = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
+    "What is the special magic {kind} for {key} mentioned in the provided text? "
+    "The special magic {kind} for {key} mentioned in the provided text is"
+)
+DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
+SIZINGS = ("largest", "lm-eval")
+KEYS = ("all", "odd")
+GENERATOR = 1  # raise it with any change to what is drawn
+
+
+class Draws:
+    """Draws that are a function of a key alone, each from 64 bits of `ccq.data.counter`."""
+
+    def __init__(self, *key: object) -> None:
+        from ccq.data.counter import key_of
+
+        self.key, self.count = key_of("niah", GENERATOR, *key), 0
+
+    def bits(self) -> int:
+        from ccq.data.counter import bits
+
+        self.count += 1
+        return int(bits(self.key, np.array([self.count]), 1)[0, 0])
+
+    def below(self, n: int) -> int:
+        """Uniform over range(n): what lies past the last multiple of n is drawn again."""
+        while True:
+            x = self.bits()
+            if x < 2**64 - 2**64 % n:
+                return x % n
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden, and where: `place` is a draw from DEPTHS, or of 64 bits for a place among the noise."""
+
+    key: str
+    value: str
+    place: int
+
+
+def draw(
+    task: str, length: int, index: int, seed: int, keys: str, words: tuple[Sequence[str], Sequence[str]]
+) -> Needle:
+    """RULER's draw: an adjective-noun pair, a number of 7 digits or a random UUID, one of 40 depths."""
+    haystack, values = TASKS[task]
+    draws = Draws(seed, task, length, index)
+    adjectives, nouns = words
+    while True:
+        key = f"{adjectives[draws.below(len(adjectives))]}-{nouns[draws.below(len(nouns))]}"
+        if keys == "all" or not is_training_key(key):
+            break
+    if values == "numbers":
+        value = str(10**6 + draws.below(9 * 10**6))
+    else:
+        value = str(uuid.UUID(int=draws.bits() << 64 | draws.bits(), version=4))
+    place = draws.bits() if haystack == "noise" else DEPTHS[draws.below(len(DEPTHS))]
+    return Needle(key, value, place)
+
+
+def is_training_key(key: str) -> bool:
+    """Whether training data with needles may hold this key; the other half is for `--keys odd`."""
+    from ccq.data.needles import is_training_key as decide  # type: ignore
+
+    return decide(key)
+
+
+@functools.cache
+def word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """wonderwords' adjectives and nouns, sorted, without repeats."""
+    import wonderwords
+
+    categories = wonderwords.RandomWord()._categories
+    adjectives, nouns = (tuple(sorted(set(categories[name]))) for name in ("adjectives", "nouns"))
+    return adjectives, nouns
+
+
+class Haystack:
+    """Text of `size` units, a needle put into it: noise sentences a line each, or words of Paul Graham's essays."""
+
+    def __init__(self, kind: str, data: Path | None) -> None:
+        self.kind = kind
+        self.versions: dict[str, str] = {}
+        if kind == "essay":
+            text = essays(data)
+            self.words = re.sub(r"\s+", " ", text).split(" ")
+            self.split, self.versions = splitter(data)
+            self.versions["essays"] = hashlib.sha256(text.encode()).hexdigest()
+            self.sentences = functools.lru_cache(maxsize=1024)(self._sentences)
+
+    def _sentences(self, size: int) -> list[str]:
+        repeats = -(-size // len(self.words))
+        return self.split(" ".join((self.words * repeats)[:size]).strip())
+
+    def context(self, size: int, needle: str, place: int) -> tuple[str, float]:
+        """The text, and the depth of the needle in per cent."""
+        if self.kind == "noise":
+            at = size * place >> 64
+            return "\n".join([*[NOISE] * at, needle, *[NOISE] * (size - at)]), 100 * at / size if size else 0.0
+        sentences = self.sentences(size)
+        at = int(len(sentences) * (place / 100))
+        return " ".join([" ".join(sentences[:at]), needle, " ".join(sentences[at:])]), float(place)
+
+
+def essays(data: Path | None) -> str:
+    if data is not None:
+        (row,) = sources.rows(sources.find(data, "PaulGrahamEssays", ["text"]), ["text"])[:1]
+        return row["text"]
+
+    def load() -> list[str]:
+        import datasets
+
+        return list(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])
+
+    return " ".join(sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)", load))
+
+
+def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, str]]:
+    """nltk's English Punkt, as `sent_tokenize` runs it, from DIR/nltk_data or nltk's own folders; and its versions."""
+    import nltk
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+    name = "tokenizers/punkt_tab/english"
+    folder = data / "nltk_data" / name if data is not None else None
+    if folder is None or not folder.is_dir():
+        try:
+            folder = Path(nltk.data.find(f"{name}/"))
+        except LookupError:
+            if data is not None or not nltk.download("punkt_tab", quiet=True):
+                where = f"{folder} is missing" if folder is not None else "nltk's punkt_tab is not installed"
+                raise EvaluationError(
+                    f"{where}: expected the English tables of the Punkt sentence splitter "
+                    "(python -m nltk.downloader punkt_tab)"
+                ) from None
+            folder = Path(nltk.data.find(f"{name}/"))
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.read_bytes())
+    punkt = PunktSentenceTokenizer()
+    try:
+        punkt._params = punkt_tables(folder)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"{folder} is damaged ({error}): expected the four tables of nltk's punkt_tab") from error
+    return punkt.tokenize, {"nltk": importlib.metadata.version("nltk"), "punkt_tab": digest.hexdigest()}
+
+
+def punkt_tables(folder: Path):
+    """Punkt's parameters from the tables of a folder, which nltk's own loader reads only inside its data folders."""
+    from nltk.tokenize.punkt import PunktParameters
+
+    def lines(name: str) -> list[str]:
+        return (folder / name).read_text(encoding="utf-8").split("\n")
+
+    params = PunktParameters()
+    params.abbrev_types = {line for line in lines("abbrev_types.txt") if line}
+    params.sent_starters = {line for line in lines("sent_starters.txt") if line}
+    params.collocations = {(a, b) for a, b in (line.split("\t") for line in lines("collocations.tab") if line)}
+    for word, context in (line.split("\t") for line in lines("ortho_context.tab") if line):
+        params.ortho_context[word] = int(context)
+    return params
+
+
+def render(task: str, haystack: Haystack, size: int, needle: Needle) -> tuple[str, float]:
+    """(prompt, depth of the needle)."""
+    values = TASKS[task][1]
+    text = NEEDLE.format(values=values, key=needle.key, value=needle.value)
+    context, depth = haystack.context(size, text, needle.place)
+    return PROMPT.format(kind=values[:-1], context=context, key=needle.key), depth
+
+
+def largest(count: Callable[[int], int], room: int, guess: int) -> int:
+    """The size whose prompt has at most `room` tokens while the next one's has more, nearest to `guess`; -1: none."""
+    if count(guess) <= room:
+        low, step = guess, 1
+        while count(low + step) <= room:
+            low, step = low + step, 2 * step
+        high = low + step
+    else:
+        high, step = guess, 1
+        while high > 0 and count(max(0, high - step)) > room:
+            high, step = max(0, high - step), 2 * step
+        if high == 0:
+            return -1
+        low = max(0, high - step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) <= room else (low, middle)
+    return low
+
+
+@dataclass
+class Sizer:
+    """How large the haystack of each sample of a (task, length) is."""
+
+    task: str
+    length: int
+    sizing: str
+    haystack: Haystack
+    count: Callable[[str], int]  # tokens of a text
+
+    def __post_init__(self) -> None:
+        model = Needle("model-needle", "0" * 7 if TASKS[self.task][1] == "numbers" else "0" * 36, 0)
+        empty = self.count(render(self.task, self.haystack, 0, model)[0])
+        self.room = self.length - ANSWER
+        if empty > self.room:
+            raise EvaluationError(
+                f"--lengths: {self.length} is too short for {self.task}: its prompt without a haystack has {empty} "
+                f"tokens and the answer {ANSWER}, {empty + ANSWER} in all"
+            )
+        if self.sizing == "largest":
+            self.start = max(1, largest(self._counts(model), self.room, 1))
+        else:
+            self.start = self._start_of_lm_eval(model)
+
+    def _counts(self, needle: Needle) -> Callable[[int], int]:
+        return functools.cache(lambda size: self.count(render(self.task, self.haystack, size, needle)[0]))
+
+    def size(self, needle: Needle) -> int:
+        if self.sizing == "largest":
+            size = largest(self._counts(needle), self.room, self.start)
+        else:
+            size = next(
+                (size for size in range(self.start, 0, -self.step) if self._question(size, needle) <= self.room), -1
+            )
+        if size < 0:
+            raise EvaluationError(f"--lengths: {self.length} is too short for the needle {needle}")
+        return size
+
+    @property
+    def step(self) -> int:
+        if self.haystack.kind == "essay":
+            return 500
+        return 25 if self.length >= 4096 else 5
+
+    def _question(self, size: int, needle: Needle, more: str = "") -> int:
+        """lm-evaluation-harness counts without the answer prefix."""
+        prompt = render(self.task, self.haystack, size, needle)[0]
+        return self.count(prompt[: prompt.rindex(" The special magic")] + more)
+
+    def _start_of_lm_eval(self, needle: Needle) -> int:
+        size = self.step
+        while True:
+            total = self._question(size, needle, needle.value)
+            if total > self.room:
+                return max(1, size - self.step)
+            if total == self.room:
+                return size + self.step
+            size += self.step
+
+
+def build(options, tokenizer) -> RequestSet:
+    """Draw (or read, where they are frozen) the samples, and ask for the needle."""
+    lengths = options.lengths or LENGTHS
+    count = SAMPLES if options.limit is None else min(SAMPLES, options.limit)
+    settings = {
+        "tasks": list(options.tasks or TASKS),
+        "lengths": list(lengths),
+        "samples": count,
+        "seed": options.seed,
+        "sizing": options.sizing,
+        "keys": options.keys,
+        "max_new_tokens": ANSWER,
+    }
+    builder, hashes, fill = Builder(), {}, {}
+    stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    for task in settings["tasks"]:
+        haystack = Haystack(TASKS[task][0], options.data)
+        for length in lengths:
+            rows, hash_ = frozen(task, length, count, options, tokenizer, haystack)
+            hashes[f"{task}/{length}"] = hash_
+            fill[f"{task}/{length}"] = min(row["tokens"] + ANSWER for row in rows) / length
+            for row in rows:
+                tokens = tokenizer(row["prompt"]).input_ids
+                meta = {"answer": row["answer"], "depth": row["depth"], "group": f"{task}/{length}"}
+                builder.add(f"{task}/{length}/{row['index']}", "generate", tokens, max_new=ANSWER, stop=stop, meta=meta)
+    settings["sample_files"] = hashes
+    settings["least_filled"] = fill
+    sized = (
+        "the largest haystack that fits"
+        if options.sizing == "largest"
+        else "sized as lm-evaluation-harness 0.4.13 does"
+    )
+    notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
+    if options.keys == "odd":
+        notes.append("keys: only those that training data with needles never holds")
+    return builder.done("niah", settings, notes)
+
+
+def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Haystack) -> tuple[list[dict], str]:
+    """The samples of (task, length), from their file where it is whole and of the same making; and its hash."""
+    header = {
+        "task": task,
+        "length": length,
+        "seed": options.seed,
+        "sizing": options.sizing,
+        "keys": options.keys,
+        "samples": count,
+        "generator": GENERATOR,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "wonderwords": importlib.metadata.version("wonderwords"),
+        "words": hashlib.sha256("\n".join(sum(word_lists(), ())).encode()).hexdigest(),
+        **haystack.versions,
+    }
+    made_of = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+    path = options.out / "samples" / f"{task}-{length}-{count}-{made_of[:12]}.jsonl"
+    if path.exists():
+        lines = path.read_text().splitlines()
+        if lines and json.loads(lines[0]) == header | {
+            "sha256": hashlib.sha256("\n".join(lines[1:]).encode()).hexdigest()
+        }:
+            return [json.loads(line) for line in lines[1:]], hashlib.sha256(path.read_bytes()).hexdigest()
+        raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
+    counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
+    sizer = Sizer(task, length, options.sizing, haystack, counted)
+    rows = []
+    for index in range(count):
+        needle = draw(task, length, index, options.seed, options.keys, word_lists())
+        size = sizer.size(needle)
+        prompt, depth = render(task, haystack, size, needle)
+        row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
+        rows.append(row | {"size": size, "tokens": counted(prompt)})
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    header["sha256"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    write_rows(path, [header, *rows])
+    return rows, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def match(output: str, answer: str) -> float:
+    """RULER's string_match_all for one answer: 1 if it stands in the output, whatever the case.
+
+    Control characters become newlines first, and blanks at the ends are dropped.
+    """
+    clean = re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
+    return 1.0 if answer.lower() in clean.lower() else 0.0
+
+
+def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
+    """Accuracy of each task and length, and by depth in tenths."""
+    rows = []
+    for request, answer in zip(asked.requests, answers, strict=True):
+        output = tokenizer.decode(answer["tokens"], skip_special_tokens=True)
+        group, depth = request.meta["group"], request.meta["depth"]
+        score = match(output, request.meta["answer"])
+        rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
+    scores = {}
+    for group in dict.fromkeys(row["group"] for row in rows):
+        mine = [row for row in rows if row["group"] == group]
+        bins: dict[int, list[dict]] = {}
+        for row in mine:
+            bins.setdefault(min(9, int(row["depth"] // 10)), []).append(row)
+        by_depth = {f"{10 * at}-{10 * at + 10}%": summary(bins[at]) for at in sorted(bins)}
+        scores[group] = {**summary(mine), "by_depth": by_depth}
+    return rows, scores

@@ -1,0 +1,182 @@
+"""What an evaluation leaves behind, in OUT:
+
+SUITE.json              scores with intervals, what was asked (hash), of which model (hash), with which code
+SUITE.jsonl             a line a sample: prompt hash, output, score
+requests/SUITE.npz      what the model is asked
+responses/SUITE.jsonl   what it answered, appended as it answers: a run that was killed goes on from here
+samples/                frozen samples, where they are drawn
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from ccq.bench.results import provenance
+from ccq.evaluate.errors import EvaluationError
+
+PACKAGES = ("transformers", "tokenizers", "lm_eval", "nltk", "wonderwords", "rouge", "datasets", "numpy")
+PATHS = ("--out", "--data")  # options whose values are nobody else's
+
+
+def model_hash(model: torch.nn.Module) -> str:
+    """Hash of every parameter and buffer by name, and of the config less what says where it came from."""
+    digest = hashlib.sha256()
+    config = getattr(model, "config", None)
+    if config is not None:
+        known = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+        digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()))
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer) -> str | None:
+    """Hash of all that decides how text becomes tokens."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    special = json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True)
+    probe = json.dumps(tokenizer("a b").input_ids)  # whether a token is put first or last is not in the rules
+    return hashlib.sha256(f"{rules}\n{special}\n{probe}".encode()).hexdigest()
+
+
+def origin() -> dict:
+    """`provenance` with the packages that decide an evaluation, and no path of this machine."""
+    told = provenance()
+    words = told["command"].split(" ")
+    for option in PATHS:
+        for at, word in enumerate(words[:-1]):
+            if word == option:
+                words[at + 1] = option.strip("-").upper()
+    told["command"] = " ".join(Path(word).name if word.startswith("/") else word for word in words)
+    for package in PACKAGES:
+        try:
+            told["versions"][package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return told
+
+
+def write_json(path: Path, content: dict) -> None:
+    """All of it or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=True) + "\n")
+    os.replace(partial, path)
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    os.replace(partial, path)
+
+
+def read_result(out: Path, suite: str) -> dict | None:
+    """OUT/SUITE.json where it is whole."""
+    try:
+        return json.loads((out / f"{suite}.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+class Responses:
+    """The answers so far, by request key, in a file that only grows.
+
+    Its first line says whose answers they are (`identity`: model, dtype). Answers of another model are refused by name,
+    never mixed. A line cut short by a kill is dropped.
+    """
+
+    def __init__(self, path: Path, identity: dict) -> None:
+        self.path, self.identity = path, identity
+        self.answers: dict[str, dict] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._read(identity)
+        else:
+            self._append([{"identity": identity}])
+
+    def _read(self, identity: dict) -> None:
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.decode().splitlines()
+        try:
+            rows = [json.loads(line) for line in lines]
+            theirs = rows[0]["identity"] if rows else identity
+        except (json.JSONDecodeError, KeyError) as error:
+            raise EvaluationError(f"{self.path} is damaged ({error}): run with --again to start it over") from error
+        self.identity = theirs | identity
+        for name in ("model_hash", "dtype"):
+            expected = theirs.get(name)
+            if identity.get(name, expected) != expected:
+                raise EvaluationError(
+                    f"{self.path.parent.parent} has answers of another run: {name} was {expected}, "
+                    f"now it is {identity[name]}. Take another --out, or --again to start over"
+                )
+        if len(whole) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        if not rows:
+            self._append([{"identity": identity}])
+        self.answers = {row["key"]: row for row in rows[1:]}
+
+    def add(self, rows: list[dict]) -> None:
+        self._append(rows)
+        self.answers.update({row["key"]: row for row in rows})
+
+    def _append(self, rows: list[dict]) -> None:
+        with self.path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Progress:
+    """One line on stderr: how many are done, how many a second, how long it will take."""
+
+    def __init__(self, name: str, total: int, work: float, file=None) -> None:
+        self.name, self.total, self.work = name, total, work
+        self.file = sys.stderr if file is None else file
+        self.done, self.worked, self.begin, self.shown = 0, 0.0, time.perf_counter(), 0.0
+        self.live = self.file.isatty()
+
+    def step(self, work: float) -> None:
+        """One more is done, which was so much of `work`."""
+        self.done, self.worked = self.done + 1, self.worked + work
+        now = time.perf_counter()
+        if self.done == self.total or now - self.shown > (0.2 if self.live else 15):
+            self.shown = now
+            seconds = now - self.begin
+            left = seconds * (self.work - self.worked) / self.worked if self.worked else float("nan")
+            filled = round(20 * self.worked / self.work) if self.work else 20
+            text = (
+                f"{self.name} [{'=' * filled}{' ' * (20 - filled)}] {self.done}/{self.total}, "
+                f"{self.done / max(seconds, 1e-9):.3g}/s, {duration(left)} left"
+            )
+            end = "\r" if self.live and self.done < self.total else "\n"
+            print(f"{text:<79}", end=end, file=self.file, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(75), duration(7300)
+    ('1:15', '2:01:40')
+    """
+    if not seconds < 1e7:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

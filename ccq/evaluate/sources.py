@@ -1,0 +1,87 @@
+"""Evaluation data: files of `--data DIR` in their original fields, or the same from the Hub. What is missing or damaged
+is named, with what it should be."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ccq.evaluate.errors import EvaluationError
+
+ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
+
+
+def find(folder: Path, name: str, fields: Sequence[str]) -> Path:
+    """The file `name` with one of ENDINGS."""
+    for ending in ENDINGS:
+        if (folder / (name + ending)).is_file():
+            return folder / (name + ending)
+    raise EvaluationError(
+        f"{folder / name}.jsonl.zst is missing: expected JSON lines (.jsonl or .jsonl.zst) with the fields "
+        f"{', '.join(fields)}"
+    )
+
+
+def exists(folder: Path, name: str) -> bool:
+    return any((folder / (name + ending)).is_file() for ending in ENDINGS)
+
+
+def open_text(path: Path) -> io.TextIOBase:
+    if path.suffix != ".zst":
+        return path.open(encoding="utf-8")
+    import zstandard
+
+    return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8")
+
+
+def rows(path: Path, fields: Sequence[str]) -> list[dict]:
+    """The objects of a JSON lines file (or the one of a .json), each with at least `fields`."""
+    return list(_rows(path, fields))
+
+
+def _rows(path: Path, fields: Sequence[str]) -> Iterator[dict]:
+    wanted = f"expected JSON lines with the fields {', '.join(fields)}"
+    number = 0
+    try:
+        with open_text(path) as file:
+            lines = [file.read()] if path.name.removesuffix(".zst").endswith(".json") else file
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict) or not set(fields) <= row.keys():
+                    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise EvaluationError(f"{path}, line {number}: {wanted}, got {found}")
+                yield row
+    except (OSError, ModuleNotFoundError, EvaluationError):
+        raise
+    except Exception as error:  # zstandard.ZstdError, UnicodeDecodeError, json.JSONDecodeError
+        raise EvaluationError(f"{path} is damaged after line {max(0, number - 1)} ({error}): {wanted}") from error
+    if number == 0:
+        raise EvaluationError(f"{path} is empty: {wanted}")
+
+
+def from_hub(what: str, load: Callable[[], list]) -> list:
+    """`load()`, with a message that says what to do without a network."""
+    try:
+        return load()
+    except (EvaluationError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise EvaluationError(
+            f"{what} could not be loaded from the Hub ({type(error).__name__}: {str(error).splitlines()[0][:200]}). "
+            "Without a network, give the data with --data DIR"
+        ) from error
+
+
+def longbench_archive(task: str) -> list[dict]:
+    """The rows of a LongBench task from the archive on the Hub: its loading script no longer runs in `datasets`."""
+    import zipfile
+
+    from huggingface_hub import hf_hub_download
+
+    with zipfile.ZipFile(hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset")) as archive:
+        name = next(x for x in archive.namelist() if x.endswith(f"/{task}.jsonl") or x == f"{task}.jsonl")
+        return [json.loads(line) for line in archive.read(name).decode().splitlines() if line.strip()]

@@ -1,0 +1,117 @@
+"""Intervals for scores: Wilson for proportions, bootstrap over documents for the rest. Nothing here is drawn at random:
+the same samples give the same interval on every machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+RESAMPLES = 2000
+Z = 1.959963984540054  # 95%, two-sided
+
+
+def wilson(right: float, n: int, z: float = Z) -> tuple[float, float]:
+    """Wilson's interval of a proportion right/n: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    >>> [round(x, 4) for x in wilson(8, 10)]
+    [0.4902, 0.9433]
+    """
+    if n == 0:
+        return 0.0, 1.0
+    p = right / n
+    centre = p + z * z / (2 * n)
+    spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def value(total: float, weight: float, aggregate: str) -> float:
+    """What a group's summed scores say: 100 * mean, or exp(summed negative log-likelihood / summed weight)."""
+    if weight == 0:
+        return float("nan")
+    if aggregate == "mean":
+        return 100 * total / weight
+    mean = total / weight
+    return math.exp(mean) if mean < 700 else float("inf")
+
+
+def by_unit(rows: Sequence[dict]) -> dict[str, tuple[float, float]]:
+    """Summed score and weight of each unit that is resampled: a document where the rows name one, else the row."""
+    units: dict[str, list[float]] = {}
+    for row in rows:
+        pair = units.setdefault(str(row.get("unit", row["id"])), [0.0, 0.0])
+        pair[0] += row["score"]
+        pair[1] += row.get("weight", 1)
+    return {name: (pair[0], pair[1]) for name, pair in units.items()}
+
+
+def resampled(units: Sequence[tuple[float, float]], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
+    """[resamples, 2]: sums of score and weight over units drawn with replacement.
+
+    The draws depend on the number of units and the seed alone, so two runs over the same units are paired.
+    """
+    table = np.asarray(units, dtype=np.float64).reshape(-1, 2)
+    n = len(table)
+    counts = np.random.Generator(np.random.Philox(key=[seed, n])).multinomial(n, np.full(n, 1 / n), size=resamples)
+    return counts @ table
+
+
+def values(sums: np.ndarray, aggregate: str) -> np.ndarray:
+    """`value` of every row of `resampled`."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mean = sums[:, 0] / sums[:, 1]
+        return 100 * mean if aggregate == "mean" else np.exp(mean)
+
+
+def bootstrap(units: Sequence[tuple[float, float]], aggregate: str, seed: int = 0) -> tuple[float, float]:
+    """The 2.5% and 97.5% quantiles of the score over resampled units; a single unit has no spread to show: NaN."""
+    if len(units) < 2:
+        return float("nan"), float("nan")
+    low, high = np.nanquantile(values(resampled(units, seed), aggregate), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def summary(rows: Sequence[dict], aggregate: str = "mean") -> dict:
+    """Score of a group of sample rows with its interval.
+
+    Wilson where every score is 0 or 1, else bootstrap over units. A NaN interval is written as None.
+    """
+    units = list(by_unit(rows).values())
+    total, weight = (sum(column) for column in zip(*units, strict=True)) if units else (0.0, 0.0)
+    proportion = aggregate == "mean" and all(row["score"] in (0, 1) and "weight" not in row for row in rows)
+    if proportion:
+        low, high = (100 * x for x in wilson(total, len(rows)))
+    else:
+        low, high = bootstrap(units, aggregate)
+    return {
+        "value": value(total, weight, aggregate),
+        "interval": None if math.isnan(low) else [low, high],
+        "n": len(rows),
+        "units": len(units),
+        "aggregate": aggregate,
+        "method": "wilson" if proportion else "bootstrap",
+    }
+
+
+def average(groups: Mapping[str, Sequence[dict]]) -> dict:
+    """Unweighted mean of the mean scores of several groups, with a bootstrap inside each group.
+
+    Groups of different sizes draw independently; equal sizes draw with a seed of their own each.
+    """
+    point, draws = 0.0, np.zeros(RESAMPLES)
+    for seed, rows in enumerate(groups.values()):
+        units = list(by_unit(rows).values())
+        total, weight = (sum(column) for column in zip(*units, strict=True))
+        point += value(total, weight, "mean") / len(groups)
+        draws += values(resampled(units, seed), "mean") / len(groups)
+    low, high = np.nanquantile(draws, [0.025, 0.975])
+    return {
+        "value": point,
+        "interval": [float(low), float(high)],
+        "n": sum(len(rows) for rows in groups.values()),
+        "aggregate": "average",
+        "method": "bootstrap",
+        "of": list(groups),
+    }

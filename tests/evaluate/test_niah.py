@@ -1,0 +1,208 @@
+"""S-NIAH: RULER's prompts and score, sized for each sample, the same on every machine."""
+
+import hashlib
+import random
+
+import pytest
+import torch
+
+from ccq.evaluate import EvaluationError, Options, evaluate, niah
+
+
+def options_of(tmp_path, data, **more):
+    return Options(out=tmp_path, data=data, lengths=more.pop("lengths", (1024,)), limit=more.pop("limit", 4), **more)
+
+
+def written(asked, tokenizer):
+    return [tokenizer.decode(asked.of(request)) for request in asked.requests]
+
+
+def test_the_prompt_is_rulers(data, tokenizer, tmp_path):
+    asked = niah.build(options_of(tmp_path, data, limit=1), tokenizer)
+    one, two, three = written(asked, tokenizer)
+    for text, kind, request in zip((one, two, three), ("number", "number", "uuid"), asked.requests, strict=True):
+        answer = request.meta["answer"]
+        head = f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you "
+        assert text.startswith(f"{head}about the {kind} afterwards.\n")
+        key = text.rpartition("number for " if kind == "number" else "uuid for ")[2].split(" ")[0]
+        assert text.endswith(
+            f"\nWhat is the special magic {kind} for {key} mentioned in the provided text? "
+            f"The special magic {kind} for {key} mentioned in the provided text is"
+        )
+        assert text.count(f"One of the special magic {kind}s for {key} is: {answer}.") == 1
+    noise = one.split("afterwards.\n")[1].split("\nWhat is")[0].split("\n")
+    assert sorted(set(noise))[-1] == niah.NOISE
+    assert len(set(noise)) == 2
+    assert len(asked.requests[0].meta["answer"]) == 7
+    assert asked.requests[2].meta["answer"][14] == "4"  # a random UUID says its version here
+
+
+def test_every_sample_fills_its_length_and_none_exceeds_it(data, tokenizer, tmp_path):
+    asked = niah.build(options_of(tmp_path, data, lengths=(1024, 2048), limit=6), tokenizer)
+    for request in asked.requests:
+        length = int(request.id.split("/")[1])
+        assert 0.95 * length <= request.length + niah.ANSWER <= length
+        assert request.max_new == 128
+        assert request.stop == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("task", niah.TASKS)
+def test_the_haystack_is_the_largest_that_fits(data, tokenizer, task):
+    haystack = niah.Haystack(niah.TASKS[task][0], data)
+    count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
+    sizer = niah.Sizer(task, 700, "largest", haystack, count)
+    for index in range(5):
+        needle = niah.draw(task, 700, index, 1, "all", niah.word_lists())
+        size = sizer.size(needle)
+        lengths = [count(niah.render(task, haystack, n, needle)[0]) for n in (size, size + 1)]
+        assert lengths[0] + 128 <= 700 < lengths[1] + 128
+
+
+@pytest.mark.parametrize("guess", [1, 7, 40, 1000])
+def test_search_finds_the_border_from_any_guess(guess):
+    assert niah.largest(lambda n: 10 + 3 * n, 100, guess) == 30
+    assert niah.largest(lambda n: 200 + n, 100, guess) == -1
+
+
+def test_sizing_of_lm_eval_goes_in_its_steps(data, tokenizer, tmp_path):
+    samples = {}
+    for sizing in niah.SIZINGS:
+        asked = niah.build(options_of(tmp_path / sizing, data, lengths=(4096,), sizing=sizing), tokenizer)
+        samples[sizing] = {request.id: request for request in asked.requests}
+        texts = written(asked, tokenizer)
+    units = {text.count(niah.NOISE) for text in texts if niah.NOISE in text}
+    assert all(n % 25 == 0 for n in units)
+    assert all(samples["lm-eval"][name].length <= samples["largest"][name].length for name in samples["largest"])
+    assert asked.notes[0].startswith("sized as lm-evaluation-harness")
+
+
+def test_the_same_seed_gives_the_same_bytes_whatever_ran_before(data, tokenizer, tmp_path):
+    random.seed(1)
+    torch.manual_seed(1)
+    niah.build(options_of(tmp_path / "a", data), tokenizer)
+    random.seed(2)
+    torch.manual_seed(2)
+    niah.draw("niah_single_1", 1024, 9, 3, "all", niah.word_lists())
+    niah.build(options_of(tmp_path / "b", data, lengths=(512, 1024)), tokenizer)
+    files = sorted((tmp_path / "a" / "samples").iterdir())
+    assert len(files) == 3
+    for file in files:
+        assert (tmp_path / "b" / "samples" / file.name).read_bytes() == file.read_bytes()
+    other = niah.build(options_of(tmp_path / "c", data, seed=43), tokenizer)
+    first = niah.build(options_of(tmp_path / "a", data), tokenizer)
+    assert {r.meta["answer"] for r in other.requests}.isdisjoint({r.meta["answer"] for r in first.requests})
+
+
+def test_draws_are_pinned():
+    """A change here changes every published sample: raise GENERATOR with it."""
+    words = (("brave", "calm", "odd"), ("fox", "lamp"))
+    drawn = [niah.draw(task, 4096, 7, 42, "all", words) for task in niah.TASKS]
+    text = "|".join(f"{n.key} {n.value} {n.place}" for n in drawn)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == PINNED, text
+
+
+PINNED = "40f5d1b013fd6301"
+
+
+def test_fewer_samples_are_the_first_of_more(data, tokenizer, tmp_path):
+    few = niah.build(options_of(tmp_path, data, limit=2), tokenizer)
+    more = niah.build(options_of(tmp_path, data, limit=4), tokenizer)
+    keys = {request.id: more.key(request) for request in more.requests}
+    assert all(few.key(request) == keys[request.id] for request in few.requests)
+
+
+def test_draws_are_uniform():
+    words = (tuple("abcdefgh"), tuple("uvwxyz"))
+    drawn = [niah.draw("niah_single_2", 1024, i, 0, "all", words) for i in range(4000)]
+    places = [sum(needle.place == depth for needle in drawn) for depth in niah.DEPTHS]
+    assert len(niah.DEPTHS) == 40
+    assert (niah.DEPTHS[0], niah.DEPTHS[1], niah.DEPTHS[-1]) == (0, 3, 100)
+    assert sum((n - 100) ** 2 / 100 for n in places) < 80  # chi-square with 39 degrees: 80 is p = 1e-4
+    assert min(int(needle.value) for needle in drawn) >= 10**6
+    assert max(int(needle.value) for needle in drawn) < 10**7
+
+
+def test_odd_keys_are_those_that_training_never_holds(monkeypatch):
+    monkeypatch.setattr(niah, "is_training_key", lambda key: key.startswith("a"))
+    words = (("a", "b"), ("x", "y", "z"))
+    keys = {niah.draw("niah_single_1", 1024, i, 0, "odd", words).key for i in range(50)}
+    assert keys == {"b-x", "b-y", "b-z"}
+
+
+@pytest.mark.parametrize(
+    ("output", "score"),
+    [
+        (": 1234567.", 1),
+        ("1234567", 1),
+        ("x1234567y", 1),
+        ("\n\n1234567", 1),
+        ("123456", 0),
+        ("1 234 567", 0),
+        ("", 0),
+        ("1234\x01567", 0),
+    ],
+)
+def test_score_of_numbers(output, score):
+    assert niah.match(output, "1234567") == score
+
+
+def test_score_ignores_case_of_uuids():
+    assert niah.match("IT IS ABCDEF12-0000-4000-8000-00000000000A", "abcdef12-0000-4000-8000-00000000000a") == 1
+
+
+class Oracle:
+    """Answers by looking the needle up in the prompt (right), or with its digits turned round (wrong)."""
+
+    def __init__(self, tokenizer, right):
+        self.tokenizer, self.right = tokenizer, right
+
+    def answers(self, asked):
+        for request in asked.requests:
+            text = self.tokenizer.decode(asked.of(request))
+            value = text.partition(" is: ")[2].partition(". ")[0].partition(".\n")[0].rstrip(".")
+            value = value if self.right else value[::-1] + "0"
+            yield {"tokens": self.tokenizer(f" {value.upper()}, of course").input_ids}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_oracle_scores_100_and_a_wrong_one_0(data, tokenizer, tmp_path, right):
+    options = options_of(tmp_path, data, limit=8)
+    asked = niah.build(options, tokenizer)
+    _, scores = niah.metrics(asked, list(Oracle(tokenizer, right).answers(asked)), options, tokenizer)
+    assert {score["value"] for score in scores.values()} == {100.0 if right else 0.0}
+    for score in scores.values():
+        low, high = score["interval"]
+        assert (low < 90 and high > 99.9) if right else (low == 0 and high > 10)
+        assert sum(part["n"] for part in score["by_depth"].values()) == 8
+
+
+def test_another_suite_before_changes_nothing(llama, tokenizer, data, tmp_path):
+    alone = evaluate(llama, tokenizer, "niah", options_of(tmp_path / "a", data, limit=1, lengths=(512,)))
+    evaluate(llama, tokenizer, "length", Options(out=tmp_path / "b", data=data, lengths=(64,), limit=2))
+    after = evaluate(llama, tokenizer, "niah", options_of(tmp_path / "b", data, limit=1, lengths=(512,)))
+    assert alone["samples"] == after["samples"]
+    assert alone["scores"] == after["scores"]
+    assert (tmp_path / "a" / "niah.jsonl").read_text() == (tmp_path / "b" / "niah.jsonl").read_text()
+
+
+def test_a_length_without_room_is_refused(data, tokenizer, tmp_path):
+    with pytest.raises(EvaluationError, match=r"--lengths: 160 is too short for niah_single_1: .* in all"):
+        niah.build(options_of(tmp_path, data, lengths=(160,)), tokenizer)
+
+
+def test_damaged_samples_are_named(data, tokenizer, tmp_path):
+    niah.build(options_of(tmp_path, data), tokenizer)
+    file = sorted((tmp_path / "samples").iterdir())[0]
+    file.write_text(file.read_text().replace("grass", "glass", 1))
+    with pytest.raises(EvaluationError, match=f"{file.name} is damaged"):
+        niah.build(options_of(tmp_path, data), tokenizer)
+
+
+def test_versions_are_in_the_file(data, tokenizer, tmp_path):
+    import json
+
+    niah.build(options_of(tmp_path, data), tokenizer)
+    for file in (tmp_path / "samples").iterdir():
+        header = json.loads(file.read_text().splitlines()[0])
+        assert {"wonderwords", "words", "tokenizer", "generator", "sha256"} <= header.keys()
+        assert {"nltk", "punkt_tab", "essays"} <= header.keys() or header["task"] == "niah_single_1"
