@@ -1,0 +1,102 @@
+"""What a trainer takes from any source of data: `source.batch(step, rank, world)`, and a loader that prefetches it.
+
+B  windows a rank     L  tokens a window     N  sequences packed into one row
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+IGNORE = -100  # a label that is not scored
+
+
+class Batch(NamedTuple):
+    """One rank's part of a step. `labels[b, t]` is the token that follows `input_ids[b, :t + 1]`: already shifted.
+
+    With `cu_seqlens` the windows lie in one row ([1, B * L]) and the state starts afresh at each border.
+    """
+
+    input_ids: Int[Tensor, "B L"]
+    labels: Int[Tensor, "B L"]  # IGNORE where nothing is scored
+    cu_seqlens: Int[Tensor, "N+1"] | None
+    window_ids: Int[Tensor, " windows"]  # which windows (samples) of the source these are
+
+
+class Source(Protocol):
+    """A batch is a pure function of (seed, step); rank and world only say which rows of it come back."""
+
+    batch_size: int  # sequences of all ranks in a step
+    vocab_size: int
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch: ...
+
+
+def part(size: int, rank: int, world: int) -> slice:
+    """The rows of a global batch that belong to `rank`."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must lie in [0, world={world}), got {rank}")
+    if size % world:
+        raise ValueError(
+            f"batch_size={size} must be a multiple of the number of parts (ranks times accumulation), {world}"
+        )
+    return slice(rank * size // world, (rank + 1) * size // world)
+
+
+class Steps(IterableDataset):
+    """The steps of a source from `step` on, without end: of each, this rank's `accumulate` micro-batches in order.
+
+    Micro-batch m of rank r is part `r * accumulate + m` of `world * accumulate`, so ranks and accumulation cut the
+    global batch into the same rows in the same order. The state is the step: it says nothing of ranks, and so a run
+    goes on with another number of them.
+    """
+
+    def __init__(self, source: Source, rank: int = 0, world: int = 1, accumulate: int = 1, step: int = 0) -> None:
+        part(source.batch_size, rank * accumulate, world * accumulate)  # refuse now rather than in a worker
+        self.source, self.rank, self.world, self.accumulate, self.step = source, rank, world, accumulate, step
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(f"num_workers must be 0 or 1 (one worker keeps the order), got {worker.num_workers}")
+        first, parts = self.rank * self.accumulate, self.world * self.accumulate
+        while True:
+            batches = [self.source.batch(self.step, first + m, parts) for m in range(self.accumulate)]
+            self.step += 1  # before the yield: the state taken after a step says the next one
+            yield batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+def loader(steps: Steps, workers: int = 0, prefetch: int = 4, pin_memory: bool = False) -> StatefulDataLoader:
+    """Iterate over `steps`, made ahead of time in `workers` (0 or 1) processes.
+
+    To resume, build it on `Steps(..., step=n)`; its `state_dict` says the same in torchdata's words.
+    """
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    if workers not in (0, 1):
+        raise ValueError(f"workers must be 0 or 1 (one worker keeps the order), got {workers}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it under torch 2.13
+        return StatefulDataLoader(
+            steps,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # or it would draw from the global generator, and a resumed run would differ
+        )

@@ -1,0 +1,217 @@
+"""Token shards on disk: one stream of tokens in files that are memory-mapped, and an index that says what they are.
+
+    DIR/index.json         format, version, tokenizer, counts, settings, and of each shard its counts and checksum
+    DIR/shard-00000.bin    tokens (little-endian uint16 or uint32), padding to 8 bytes, where each document ends in
+                           this shard (int64, exclusive), 512 bytes of JSON that say the same as the index
+    DIR/tokenizer/         the tokenizer that made them
+
+A document ends with its end-of-text token. Shards hold whole documents; the stream is the shards one after another.
+`sha256sum` of a shard is its checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+FORMAT, VERSION = "ccq tokens", 1
+FOOTER = 512
+INDEX = "index.json"
+ALIGN = 8
+
+
+class ShardError(ValueError):
+    """A shard or an index that is missing, damaged or foreign; the message names the file."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where the vocabulary is below 65,536, else uint32; little-endian on every machine."""
+    return np.dtype("<u2") if vocab_size < 2**16 else np.dtype("<u4")
+
+
+def padded(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def footer(tokenizer: str, dtype: np.dtype, tokens: int, documents: int) -> bytes:
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tokenizer": tokenizer,
+        "dtype": dtype.name,
+        "tokens": tokens,
+        "documents": documents,
+    }
+    return json.dumps(fields).encode().ljust(FOOTER - 1) + b"\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """All of it or nothing, also when the machine goes down."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+class ShardWriter:
+    """Writes one shard as its documents come; nothing of it counts before `finish`."""
+
+    def __init__(self, path: Path, tokenizer: str, dtype: np.dtype) -> None:
+        self.path, self.tokenizer, self.dtype = path, tokenizer, dtype
+        self.partial = path.with_name(path.name + ".partial")
+        self.file: BinaryIO = open(self.partial, "wb")  # noqa: SIM115 -- closed by finish or close
+        self.hash = hashlib.sha256()
+        self.tokens = 0
+        self.ends: list[int] = []
+
+    def write(self, tokens: np.ndarray) -> None:
+        self._put(tokens.astype(self.dtype, copy=False).tobytes())
+        self.tokens += len(tokens)
+
+    def end_document(self) -> None:
+        self.ends.append(self.tokens)
+
+    def finish(self) -> dict[str, Any]:
+        """Close the file, give it its name, and return its line of the index."""
+        size = self.tokens * self.dtype.itemsize
+        self._put(bytes(padded(size) - size))
+        self._put(np.asarray(self.ends, dtype="<i8").tobytes())
+        self._put(footer(self.tokenizer, self.dtype, self.tokens, len(self.ends)))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self.partial, self.path)
+        return {
+            "file": self.path.name,
+            "tokens": self.tokens,
+            "documents": len(self.ends),
+            "bytes": padded(size) + 8 * len(self.ends) + FOOTER,
+            "sha256": self.hash.hexdigest(),
+        }
+
+    def close(self) -> None:
+        """Leave it unfinished."""
+        self.file.close()
+        self.partial.unlink(missing_ok=True)
+
+    def _put(self, content: bytes) -> None:
+        self.file.write(content)
+        self.hash.update(content)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a folder of shards, finished or not; ShardError where there is none."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ShardError(f"{folder} holds no {INDEX}: expected a folder made by `ccq data prepare`") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ShardError(f"{path} is damaged: {error}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise ShardError(f"{path} is not an index of {FORMAT!r}")
+    if index.get("version") != VERSION:
+        raise ShardError(f"{path} has version {index.get('version')}, this ccq reads version {VERSION}")
+    return index
+
+
+def check_shard(folder: Path, index: dict[str, Any], entry: dict[str, Any], checksum: bool) -> None:
+    """Raise ShardError, naming the file, unless the shard is the one the index speaks of."""
+    path = folder / entry["file"]
+    if not path.exists():
+        raise ShardError(f"shard {path} is missing")
+    if path.stat().st_size >= FOOTER:  # a foreign shard is told from a damaged one by what it says of itself
+        with open(path, "rb") as file:
+            file.seek(-FOOTER, os.SEEK_END)
+            found = file.read()
+        try:
+            said = json.loads(found)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            said = {}
+        for field, expected in (("tokenizer", index["tokenizer"]["hash"]), ("dtype", index["dtype"])):
+            if isinstance(said, dict) and said.get("format") == FORMAT and said.get(field) != expected:
+                raise ShardError(
+                    f"shard {path} is foreign: its {field} is {said.get(field)}, that of the index is {expected}"
+                )
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise ShardError(f"shard {path} is damaged: {size} bytes, the index says {entry['bytes']}")
+    dtype = np.dtype(index["dtype"]).newbyteorder("<")
+    if found != footer(index["tokenizer"]["hash"], dtype, entry["tokens"], entry["documents"]):
+        raise ShardError(f"shard {path} is damaged: its last {FOOTER} bytes are not what the index says")
+    if checksum:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry["sha256"]:
+            raise ShardError(f"shard {path} is damaged: sha256 {digest}, the index says {entry['sha256']}")
+
+
+class TokenShards:
+    """The stream of tokens in a folder made by `ccq data prepare`, memory-mapped.
+
+    tokenizer   hash of the tokenizer that the tokens must come from, or None for any
+    checksums   read every byte once and compare (about a second a gigabyte); otherwise only sizes and footers. In a
+                distributed run one rank may do it for all.
+    """
+
+    def __init__(self, folder: str | Path, *, tokenizer: str | None = None, checksums: bool = True) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        if not self.index["complete"]:
+            raise ShardError(f"{self.folder} is unfinished: run the same `ccq data prepare` again, it goes on")
+        self.tokenizer_hash: str = self.index["tokenizer"]["hash"]
+        if tokenizer is not None and tokenizer != self.tokenizer_hash:
+            raise ShardError(f"{self.folder} is foreign: its tokenizer is {self.tokenizer_hash}, expected {tokenizer}")
+        entries = self.index["shards"]
+        with ThreadPoolExecutor(max_workers=4) as pool:  # hashing leaves the interpreter's lock
+            list(pool.map(lambda entry: check_shard(self.folder, self.index, entry, checksums), entries))
+        self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
+        self.starts = np.cumsum([0] + [entry["tokens"] for entry in entries])  # of the shards in the stream
+        self.tokens = int(self.starts[-1])
+        self.documents = sum(entry["documents"] for entry in entries)
+        self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
+        self.eos_id: int = self.index["tokenizer"]["eos_id"]
+        self.tokenizer_folder = self.folder / "tokenizer"
+        self._maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}  # pickled to a worker, a memory map would become its content
+
+    def shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, document ends) of one shard, ends counted from the shard's first token."""
+        if number not in self._maps:
+            entry = self.index["shards"][number]
+            path = self.folder / entry["file"]
+            size = padded(entry["tokens"] * self.dtype.itemsize)
+            tokens = np.memmap(path, dtype=self.dtype, mode="r", shape=(entry["tokens"],))
+            ends = np.memmap(path, dtype="<i8", mode="r", offset=size, shape=(entry["documents"],))
+            self._maps[number] = (tokens, ends)
+        return self._maps[number]
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, stop) of the stream, as int64, and the positions in (start, stop] where a document ends.
+
+        The positions are exclusive and counted from `start`: token `end - 1` is an end-of-text.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.tokens}")
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        tokens, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for number in range(first, len(self.starts) - 1):
+            origin = int(self.starts[number])
+            if origin >= stop:
+                break
+            ids, document_ends = self.shard(number)
+            low, high = max(start - origin, 0), min(stop - origin, len(ids))
+            tokens.append(ids[low:high].astype(np.int64))
+            near, far = np.searchsorted(document_ends, (low, high), side="right")
+            ends.append(document_ends[near:far] + (origin - start))
+        return np.concatenate(tokens), np.concatenate(ends)
