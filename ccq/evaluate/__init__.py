@@ -141,9 +141,9 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
         return
     if len(fresh) < len(set(keys.values())):
         print(f"{suite}: resumed, {len(set(keys.values())) - len(fresh)} of {len(set(keys.values()))} answered before")
-    check_length(model, asked)
     check_vocabulary(model, asked)
     engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
+    check_length(model, asked, engine.recurrent)
     todo = list(fresh.values())
     progress = Progress(suite, len(todo), sum(work(request) for request in todo))
     waiting: list[dict] = []
@@ -174,7 +174,7 @@ def position_limit(config) -> int | None:
     return None
 
 
-def check_length(model, asked: RequestSet) -> None:
+def check_length(model, asked: RequestSet, recurrent: bool) -> None:
     longest = asked.longest() - 1  # the last token is predicted, never read
     config = model.config
     limit = position_limit(config)
@@ -184,7 +184,7 @@ def check_length(model, asked: RequestSet) -> None:
             f"positions for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
         )
     context = getattr(config, "max_position_embeddings", None)
-    if isinstance(context, int) and longest > context:
+    if isinstance(context, int) and longest > context and not recurrent:
         warnings.warn(
             f"{asked.suite}: the longest request has {longest} tokens, and the config of {type(model).__name__} names "
             f"{context}: it runs past its context, as the paper's Transformer did",

@@ -107,9 +107,10 @@ def average(groups: Mapping[str, Sequence[dict]]) -> dict:
         point += value(total, weight, "mean") / len(groups)
         draws += values(resampled(units, seed), "mean") / len(groups)
     low, high = np.nanquantile(draws, [0.025, 0.975])
+    alone = any(len(by_unit(rows)) < 2 for rows in groups.values())  # a group with no spread to show
     return {
         "value": point,
-        "interval": [float(low), float(high)],
+        "interval": None if alone else [float(low), float(high)],
         "n": sum(len(rows) for rows in groups.values()),
         "aggregate": "average",
         "method": "bootstrap",
