@@ -1,0 +1,139 @@
+"""Intervals against closed forms, and paired differences that find what is there and nothing else."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from ccq import cli
+from ccq.evaluate import statistics
+from ccq.evaluate.compare import compare, paired
+
+
+def rows_of(scores, group="g", **more):
+    return [{"id": f"{group}/{n}", "group": group, "score": float(x), **more} for n, x in enumerate(scores)]
+
+
+def write_run(folder, groups, aggregate="mean", suite="niah", hash_="h", quick=False):
+    folder.mkdir(parents=True)
+    rows = [row for mine in groups.values() for row in mine]
+    scores = {name: statistics.summary(mine, aggregate) for name, mine in groups.items()}
+    if len(groups) > 1:
+        scores["average"] = statistics.average(groups)
+    result = {"suite": suite, "scores": scores, "samples": {"hash": hash_}, "quick_look": quick}
+    (folder / f"{suite}.json").write_text(json.dumps(result))
+    (folder / f"{suite}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 10), (10, 10), (8, 10), (250, 500)])
+def test_wilson_inverts_the_score_test(right, n):
+    """Its ends are where |p - p0| = z sqrt(p0 (1 - p0) / n)."""
+    for end in statistics.wilson(right, n):
+        if 1e-9 < end < 1 - 1e-9:
+            assert abs(right / n - end) == pytest.approx(statistics.Z * math.sqrt(end * (1 - end) / n))
+    assert statistics.wilson(0, 10)[0] == pytest.approx(0, abs=1e-12)
+    assert statistics.wilson(10, 10)[1] == pytest.approx(1)
+
+
+def test_bootstrap_of_many_samples_is_the_normal_interval():
+    scores = np.random.default_rng(0).random(400)
+    found = statistics.summary(rows_of(scores))
+    half = 1.96 * 100 * scores.std() / 20
+    assert found["method"] == "bootstrap"
+    assert found["value"] == pytest.approx(100 * scores.mean())
+    assert found["interval"] == pytest.approx([found["value"] - half, found["value"] + half], abs=0.25)
+    assert statistics.summary(rows_of(scores))["interval"] == found["interval"]  # not drawn anew
+
+
+def test_perplexity_weighs_tokens():
+    rows = [{"id": "a", "score": 2.0, "weight": 2}, {"id": "b", "score": 30.0, "weight": 10}]
+    assert statistics.summary(rows, "perplexity")["value"] == pytest.approx(math.exp(32 / 12))
+
+
+def test_units_are_resampled_whole():
+    rows = [{"id": f"{n}", "unit": n % 2, "score": float(n % 2)} for n in range(100)]
+    found = statistics.bootstrap(list(statistics.by_unit(rows).values()), "mean")
+    assert found == (0.0, 100.0)
+    assert statistics.summary([{"id": "a", "score": 0.5}])["interval"] is None
+
+
+def test_paired_differences_see_what_unpaired_ones_cannot():
+    hard = np.random.default_rng(1).random(200)  # how hard each sample is: most of the spread
+    found = paired(rows_of(hard), rows_of(np.clip(hard + 0.02, 0, 2)), "mean")
+    assert found["difference"] == pytest.approx(2.0)
+    assert found["interval"] == pytest.approx([2.0, 2.0])
+    assert found["significant"]
+    assert not paired(rows_of(hard), rows_of(hard), "mean")["significant"]
+    assert paired(rows_of(hard), rows_of(hard), "mean")["p"] == 1.0
+
+
+def test_chance_is_called_significant_about_one_time_in_twenty():
+    rng = np.random.default_rng(2)
+    pairs = [(rows_of(rng.random(40)), rows_of(rng.random(40))) for _ in range(80)]
+    calls = [paired(one, two, "mean", seed)["significant"] for seed, (one, two) in enumerate(pairs)]
+    assert 0 < sum(calls) <= 12  # 4 expected; more than 12 has p = 3e-4
+
+
+def test_samples_are_paired_by_name():
+    first = rows_of([1, 0, 1, 1])
+    second = list(reversed(rows_of([1, 1, 1, 1])))[:3]
+    found = paired(first, second, "mean")
+    assert found["samples"] == 3
+    assert found["difference"] == pytest.approx(100 / 3)
+
+
+def test_the_table_has_every_score_and_says_what_differs(tmp_path, capsys):
+    first = write_run(tmp_path / "gla", {"a": rows_of([0, 0, 1, 0] * 20, "a"), "b": rows_of([1] * 40, "b")})
+    groups = {"a": rows_of([1, 0, 1, 0] * 20, "a"), "b": rows_of([1] * 40, "b")}
+    second = write_run(tmp_path / "ccq-gla", groups, hash_="other", quick=True)
+    assert cli.main(["compare", str(first), str(second), "--out", str(tmp_path / "table.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "+25.00*" in shown
+    assert "+0.00 " in shown
+    assert "+12.50*" in shown  # the average
+    assert "not asked the same" in shown
+    assert "quick look" in shown
+    table = json.loads((tmp_path / "table.json").read_text())["suites"]["niah"]
+    assert table["a"]["values"] == [25.0, 50.0]
+    assert not table["b"]["differences"][0]["significant"]
+
+
+def test_lower_is_better_for_perplexity(tmp_path):
+    runs = []
+    for name, loss in (("one", 3.0), ("two", 2.9)):
+        rows = [{"id": f"a/{n}", "group": "a", "unit": n, "score": loss * (9 + n), "weight": 9 + n} for n in range(30)]
+        runs.append(write_run(tmp_path / name, {"a": rows}, "perplexity", "length"))
+    row = compare(runs)["suites"]["length"]["a"]
+    assert row["better"] == "lower"
+    assert row["differences"][0]["difference"] == pytest.approx(math.exp(2.9) - math.exp(3.0))
+    assert row["differences"][0]["significant"]
+
+
+def test_folders_without_results_are_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", {"a": rows_of([1, 0])})
+    other = write_run(tmp_path / "other", {"a": rows_of([1, 0])}, suite="lm")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["compare", str(run), str(tmp_path / "empty")]) == 1
+    assert "empty has no results: expected a folder" in capsys.readouterr().err
+    assert cli.main(["compare", str(run), str(other)]) == 1
+    assert "no suite is in all of" in capsys.readouterr().err
+    (run / "niah.jsonl").unlink()
+    assert cli.main(["compare", str(run), str(run)]) == 1
+    assert "niah.jsonl is missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["compare", str(run)])
+
+
+def test_runs_of_the_evaluation_can_be_compared(model, tokenizer, data, tmp_path):
+    from ccq.evaluate import Options, evaluate
+
+    for name in ("one", "two"):
+        options = Options(out=tmp_path / name, data=data, lengths=(64,), tasks=("qasper",))
+        evaluate(model, tokenizer, "length", options, name)
+    table = compare([tmp_path / "one", tmp_path / "two"])
+    (row,) = table["suites"]["length"].values()
+    assert row["differences"][0]["difference"] == 0
+    assert not row["differences"][0]["significant"]
+    assert table["notes"] == []

@@ -1,0 +1,335 @@
+"""Results that say where they come from, runs that go on where they were stopped, messages that name what is wrong."""
+
+import io
+import json
+import shutil
+import types
+
+import pytest
+import torch
+from conftest import make_model
+
+import ccq.evaluate as frame
+from ccq import cli
+from ccq.evaluate import EvaluationError, Options, evaluate
+from ccq.evaluate.engine import Engine
+from ccq.evaluate.results import Progress, Responses, model_hash, tokenizer_hash
+
+LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
+SUITES = {
+    "lm": {"max_lengths": (96,), "tasks": ("piqa", "wikitext")},
+    "niah": {"lengths": (512,), "limit": 1},
+    "length": {"lengths": (64, 128)},
+    "longbench": {"max_lengths": (768,), "limit": 1},
+    "mqar": {"lengths": (64,), "limit": 2},
+}
+
+
+def length_options(out, data, **more):
+    return Options(out=out, data=data, **{**LENGTH, **more})
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A from_pretrained folder, with a vocabulary that MQAR fits in."""
+    path = tmp_path_factory.mktemp("models") / "tiny-llama"
+    make_model("llama", vocabulary=8192).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_runs_and_says_where_its_numbers_come_from(model, tokenizer, data, tmp_path, suite):
+    if suite == "mqar":
+        model = make_model("llama" if "Llama" in type(model).__name__ else "gpt2", vocabulary=8192)
+    result = evaluate(model, tokenizer, suite, Options(out=tmp_path, data=data, **SUITES[suite]), name="tiny")
+    written = json.loads((tmp_path / f"{suite}.json").read_text())
+    assert written == json.loads(json.dumps(result))
+    for field in ("scores", "samples", "model", "tokenizer", "commit", "versions", "command", "seconds", "settings"):
+        assert written[field], field
+    assert written["model"]["hash"] == model_hash(model)
+    assert written["tokenizer"]["hash"] == tokenizer_hash(tokenizer)
+    assert written["samples_per_second"] > 0
+    assert (written["quick_look"], written["limit"]) == ("limit" in SUITES[suite], SUITES[suite].get("limit"))
+    rows = [json.loads(line) for line in (tmp_path / f"{suite}.jsonl").read_text().splitlines()]
+    assert len(rows) == written["samples"]["count"]
+    assert all({"id", "group", "prompt_hash", "output", "score"} <= row.keys() for row in rows)
+    assert {row["group"] for row in rows} | {"average", "average/768"} >= written["scores"].keys()
+
+
+class Killed(Exception):
+    pass
+
+
+def stop_after(monkeypatch, count):
+    """Let the engine die after so many answers; return what it was asked in all."""
+    asked = []
+    real = Engine.run
+
+    def run(self, requests, todo=None):
+        for number, pair in enumerate(real(self, requests, todo)):
+            if count is not None and number == count:
+                raise Killed
+            asked.append(pair[0].id)
+            yield pair
+
+    monkeypatch.setattr(Engine, "run", run)
+    return asked
+
+
+def test_a_killed_run_goes_on_where_it_was(llama, tokenizer, data, tmp_path, monkeypatch, capsys):
+    whole = evaluate(llama, tokenizer, "length", length_options(tmp_path / "whole", data))
+    options = length_options(tmp_path / "killed", data, batch_size=2)
+    with monkeypatch.context() as patch:
+        first = stop_after(patch, 7)
+        with pytest.raises(Killed):
+            evaluate(llama, tokenizer, "length", options)
+    answers = tmp_path / "killed" / "responses" / "length.jsonl"
+    lines = answers.read_text().splitlines()
+    assert len(lines) == 1 + 7
+    answers.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])  # and the last line was cut short
+    assert not (tmp_path / "killed" / "length.json").exists()
+    with monkeypatch.context() as patch:
+        second = stop_after(patch, None)
+        resumed = evaluate(llama, tokenizer, "length", options)
+    assert "resumed, 6 of" in capsys.readouterr().out
+    assert set(first[:6]).isdisjoint(second)
+    assert len(set(first[:6]) | set(second)) == len(first[:6]) + len(second)
+    for name, score in whole["scores"].items():
+        assert resumed["scores"][name]["value"] == pytest.approx(score["value"], rel=1e-5)
+    assert resumed["samples"] == whole["samples"]
+
+
+def test_a_finished_run_is_not_run_again_unless_asked(llama, tokenizer, data, tmp_path, monkeypatch, capsys):
+    options = length_options(tmp_path, data)
+    first = evaluate(llama, tokenizer, "length", options)
+    asked = stop_after(monkeypatch, None)
+    assert evaluate(llama, tokenizer, "length", options) == json.loads(json.dumps(first))
+    assert asked == []
+    assert "finished already" in capsys.readouterr().out
+    options.again = True
+    again = evaluate(llama, tokenizer, "length", options)
+    assert len(asked) == first["samples"]["requests"]
+    assert again["scores"] == json.loads(json.dumps(first["scores"]))
+
+
+def test_more_of_the_same_asks_only_what_is_new(llama, tokenizer, data, tmp_path, monkeypatch):
+    evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=2))
+    asked = stop_after(monkeypatch, None)
+    result = evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=3))
+    assert len(asked) == 4  # one window more of two corpora at two lengths
+    assert result["limit"] == 3
+
+
+def test_answers_of_another_model_are_refused(llama, tokenizer, data, tmp_path):
+    evaluate(llama, tokenizer, "length", length_options(tmp_path, data))
+    before = (tmp_path / "length.json").read_text()
+    with pytest.raises(EvaluationError, match="another run: model_hash was"):
+        evaluate(make_model("gpt2"), tokenizer, "length", length_options(tmp_path, data))
+    assert (tmp_path / "length.json").read_text() == before
+
+
+def test_hashes_follow_what_they_are_of(llama, tokenizer):
+    other = make_model("llama")
+    assert model_hash(other) == model_hash(llama)
+    with torch.no_grad():
+        other.lm_head.weight[3, 3] += 1e-3
+    assert model_hash(other) != model_hash(llama)
+
+
+def test_progress_says_how_long_it_takes():
+    file = io.StringIO()
+    progress = Progress("niah", 4, 40, file)
+    progress.begin -= 10
+    for _ in range(4):
+        progress.step(10)
+        progress.shown = 0
+    lines = file.getvalue().splitlines()
+    assert "1/4" in lines[0]
+    assert "0:30 left" in lines[0]
+    assert "4/4" in lines[-1]
+    assert "0:00 left" in lines[-1]
+
+
+def test_damaged_answers_are_named(tmp_path):
+    path = tmp_path / "out" / "responses" / "x.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("not json\n{}\n")
+    with pytest.raises(EvaluationError, match=r"x.jsonl is damaged .*--again"):
+        Responses(path, {})
+
+
+# the command
+
+
+def test_the_command_evaluates_a_folder(folder, data, tmp_path, capsys):
+    arguments = ["eval", str(folder), "--suite", "length,mqar", "--lengths", "64", "--limit", "2"]
+    assert cli.main([*arguments, "--data", str(data), "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "length of tiny-llama, the first 2 only" in shown
+    assert "qasper/64" in shown
+    assert "64-16" in shown
+    result = json.loads((tmp_path / "mqar.json").read_text())
+    assert set(result["scores"]) == {"64-4", "64-8", "64-16", "average"}
+    assert str(tmp_path) not in result["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "nia"], "--suite: unknown suite 'nia'. Did you mean 'niah'?"),
+        (["--lengths", "1k"], "expected whole numbers with commas between, got '1k'"),
+        (["--limit", "0"], "expected numbers above 0, got '0'"),
+        (["--data", "/nowhere/at/all"], "--data: /nowhere/at/all is no folder"),
+        (["--suite", "lm,niah", "--tasks", "piqa"], "--tasks: names tasks of one suite"),
+    ],
+)
+def test_bad_arguments_are_named(folder, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["eval", str(folder), "--out", str(tmp_path), *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def run(folder, tmp_path, capsys, *arguments):
+    code = cli.main(["eval", str(folder), "--out", str(tmp_path / "out"), *arguments])
+    return code, capsys.readouterr().err
+
+
+def test_an_unknown_task_names_the_nearest(folder, data, tmp_path, capsys):
+    code, error = run(folder, tmp_path, capsys, "--suite", "lm", "--data", str(data), "--tasks", "pika")
+    assert (code, "lm has no 'pika'. Did you mean 'piqa'?" in error) == (1, True)
+
+
+def test_a_missing_file_is_named_and_finished_results_are_kept(folder, data, tmp_path, capsys):
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    (copy / "PaulGrahamEssays.json").unlink()
+    options = ("--lengths", "64", "--limit", "1", "--data", str(copy))
+    code, error = run(folder, tmp_path, capsys, "--suite", "length,niah,mqar", *options)
+    assert code == 1
+    assert (tmp_path / "out" / "length.json").exists()
+    assert (tmp_path / "out" / "mqar.json").exists()
+    assert "niah" in error
+    options = ("--lengths", "512", "--limit", "1", "--data", str(copy))
+    _, error = run(folder, tmp_path, capsys, "--suite", "niah", *options)
+    assert "PaulGrahamEssays.jsonl.zst is missing: expected" in error
+    assert "text" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"id": "0", "text": "a"}\n{"id": "1"', "is damaged after line 1"),
+        ('{"id": "0", "body": "a"}\n', "line 1: expected JSON lines with the fields text, got id, body"),
+        ("", "is empty: expected"),
+        ("[1, 2]\n", "line 1: expected JSON lines with the fields text, got list"),
+    ],
+)
+def test_a_damaged_file_is_named(folder, data, tmp_path, capsys, content, message):
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    (copy / "longdocs_qasper.jsonl").write_text(content)
+    options = ("--suite", "length", "--tasks", "qasper", "--lengths", "64", "--data", str(copy))
+    code, error = run(folder, tmp_path, capsys, *options)
+    assert code == 1
+    assert "longdocs_qasper.jsonl" in error
+    assert message in error
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path):
+    import zstandard
+
+    from ccq.evaluate import sources
+
+    whole = zstandard.compress(b'{"text": "a"}\n' * 1000)
+    (tmp_path / "x.jsonl.zst").write_bytes(whole)
+    assert len(sources.rows(tmp_path / "x.jsonl.zst", ["text"])) == 1000
+    (tmp_path / "x.jsonl.zst").write_bytes(b"garbage" + whole)
+    with pytest.raises(EvaluationError, match=r"x.jsonl.zst is damaged after line 0 .*fields text"):
+        sources.rows(tmp_path / "x.jsonl.zst", ["text"])
+
+
+def test_a_model_without_tokenizer(folder, data, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        shutil.copy(folder / name, bare / name)
+    options = ("--suite", "length,mqar", "--lengths", "64", "--limit", "1", "--data", str(data))
+    code, error = run(bare, tmp_path, capsys, *options)
+    assert code == 1
+    assert "the suite length needs a tokenizer, and bare has none: give one with --tokenizer" in error
+    assert (tmp_path / "out" / "mqar.json").exists()
+    code, _ = run(bare, tmp_path, capsys, *options, "--tokenizer", str(folder))
+    assert code == 0
+
+
+def test_a_run_folder_is_told_from_a_model(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    code, error = run(tmp_path / "run", tmp_path, capsys, "--suite", "mqar")
+    assert (code, "ccq export RUN_DIR OUT_DIR" in error) == (1, True)
+
+
+def test_no_network_is_said(tokenizer, tmp_path, monkeypatch):
+    from ccq.evaluate import longbench, sources
+
+    def offline(task):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(sources, "longbench_archive", offline)
+    with pytest.raises(EvaluationError, match=r"could not be loaded from the Hub .*give the data with --data DIR"):
+        longbench.build(Options(out=tmp_path, max_lengths=(1024,), tasks=("lcc",)), tokenizer)
+
+
+def test_learned_positions_cannot_be_passed(tokenizer, data, tmp_path):
+    model = make_model("gpt2", positions=64)
+    with pytest.raises(EvaluationError, match=r"learned positions for 64: it cannot take more\. Give --lengths"):
+        evaluate(model, tokenizer, "length", length_options(tmp_path, data))
+
+
+def test_a_transformer_runs_past_its_context_with_a_warning(tokenizer, data, tmp_path):
+    model = make_model("llama", positions=64)
+    with pytest.warns(frame.ContextWarning, match="names 64: it runs past its context"):
+        result = evaluate(model, tokenizer, "length", length_options(tmp_path, data))
+    assert result["scores"]["qasper/128"]["value"] > 1
+
+
+def test_a_foreign_tokenizer_is_noticed(tokenizer, data, tmp_path):
+    with pytest.raises(EvaluationError, match=r"token \d+ is asked of a model with 300 embeddings"):
+        evaluate(make_model("llama", vocabulary=300), tokenizer, "length", length_options(tmp_path, data))
+
+
+def test_scoring_without_requests_is_refused(llama, tokenizer, tmp_path):
+    with pytest.raises(EvaluationError, match=r"length.npz is not there: make it with --stage requests"):
+        evaluate(llama, tokenizer, "length", Options(out=tmp_path, stage="score"))
+    (tmp_path / "requests").mkdir()
+    (tmp_path / "requests" / "length.npz").write_bytes(b"PK nonsense")
+    with pytest.raises(EvaluationError, match=r"length.npz is damaged"):
+        evaluate(llama, tokenizer, "length", Options(out=tmp_path, stage="score"))
+
+
+@pytest.mark.parametrize("suite", ["niah", "longbench", "length"])
+def test_stages_equal_one_call(llama, tokenizer, data, tmp_path, suite):
+    one, three = (Options(out=tmp_path / name, data=data, **SUITES[suite]) for name in ("one", "three"))
+    whole = evaluate(llama, tokenizer, suite, one)
+    three.stage = "requests"
+    evaluate(None, tokenizer, suite, three)
+    three.stage = "score"
+    evaluate(llama, None, suite, three)
+    three.stage = "metrics"
+    staged = evaluate(None, tokenizer, suite, three)
+    assert staged["scores"] == whole["scores"]
+    assert (tmp_path / "one" / f"{suite}.jsonl").read_text() == (tmp_path / "three" / f"{suite}.jsonl").read_text()
+
+
+def test_json_has_no_nan():
+    cleaned = frame.clean({"a": [float("nan"), 1.0, {"b": float("inf")}]})
+    assert cleaned == {"a": [None, 1.0, {"b": None}]}
+    assert frame.table({"suite": "x", "quick_look": False, "model": {"name": "m"}, "notes": ["n"], "limit": None,
+                        "scores": {"g": {"value": None, "interval": None, "n": 1}}}).count("\n") == 2  # fmt: skip
+
+
+def test_learned_positions_are_known_by_their_config():
+    assert frame.position_limit(make_model("gpt2", positions=99).config) == 99
+    assert frame.position_limit(make_model("llama").config) is None
+    assert frame.position_limit(types.SimpleNamespace()) is None

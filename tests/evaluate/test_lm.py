@@ -1,0 +1,150 @@
+"""Through our engine, models score as through the harness's own `hf` model; its known errors are not ours."""
+
+import importlib.util
+import json
+import logging
+import sys
+import types
+
+import pytest
+
+from ccq.evaluate import EvaluationError, Options, evaluate, harness
+from ccq.evaluate.requests import RequestSet
+
+
+def own_model():
+    """The harness's `hf` model. It imports accelerate for launching on several GPUs, which nothing here does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("accelerate") is None:
+            stand_in, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
+            for name in ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size"):
+                setattr(stand_in, name, None)
+            utils.get_max_memory = None
+            patch.setitem(sys.modules, "accelerate", stand_in)
+            patch.setitem(sys.modules, "accelerate.utils", utils)
+        from lm_eval.models.huggingface import HFLM
+    return HFLM
+
+
+def options_of(out, data, **more):
+    return Options(out=out, data=data, max_lengths=more.pop("max_lengths", (96,)), **more)
+
+
+@pytest.fixture(scope="module")
+def both(model, tokenizer, data, tmp_path_factory):
+    """(our result, our rows by group, what the harness says with its own `hf` model)."""
+    out = tmp_path_factory.mktemp("lm")
+    options = options_of(out, data, prefill="shared")
+    ours = evaluate(model, tokenizer, "lm", options)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    theirs = own_model()(pretrained=model, tokenizer=tokenizer, max_length=96, batch_size=3, device="cpu")
+    told = harness.evaluate(theirs, options, list(harness.TASKS), [96])
+    rows: dict[str, list[dict]] = {}
+    for line in (out / "lm.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["group"], []).append(row)
+    return ours, rows, told
+
+
+def test_log_likelihoods_equal_those_of_the_harness(both):
+    _, rows, told = both
+    compared = 0
+    for task, samples in told["samples"].items():
+        group = {"wikitext_96": "wikitext/96/word_perplexity"}.get(task, task)
+        for row, sample in zip(rows[group], samples, strict=True):
+            if task == "wikitext_96":
+                expected = sample["filtered_resps"]
+            else:
+                expected = [response[0] for response in sample["filtered_resps"]]
+            # the harness adds up a page of some 4,000 nats in fp32, whose steps there are 2.4e-4
+            assert row["output"] == pytest.approx(expected, abs=1e-4, rel=1e-7 if len(expected) == 1 else 0)
+            compared += len(expected)
+    assert compared > 150
+
+
+def test_scores_equal_those_of_the_harness(both):
+    ours, _, told = both
+    for name, (*_, groups) in harness.TASKS.items():
+        for suffix, (metric, aggregate) in groups.items():
+            task, group = ("wikitext_96", f"wikitext/96{suffix}") if name == "wikitext" else (name, name + suffix)
+            value = told["results"][task][f"{metric},none"]
+            expected = 100 * value if aggregate == "mean" else value
+            assert ours["scores"][group]["value"] == pytest.approx(expected, rel=1e-4)
+    seven = [ours["scores"][name]["value"] for name in harness.AVERAGE]
+    assert ours["scores"]["average"]["value"] == pytest.approx(sum(seven) / 7)
+
+
+def test_metrics_are_the_papers(both):
+    metrics = {name: score.get("metric") for name, score in both[0]["scores"].items()}
+    assert metrics["hellaswag"] == metrics["arc_easy"] == metrics["arc_challenge"] == "acc_norm"
+    assert metrics["piqa"] == metrics["winogrande"] == metrics["social_iqa"] == metrics["boolq"] == "acc"
+    assert metrics["wikitext/96/word_perplexity"] == "word_perplexity"
+    assert (metrics["lambada_openai"], metrics["lambada_openai/perplexity"]) == ("acc", "perplexity")
+
+
+def test_the_boolq_column_is_marked(both):
+    assert "Title --" in both[0]["scores"]["boolq"]["note"]
+
+
+def test_our_summary_is_the_harness_aggregate(both):
+    """The value comes from the harness; the rows beside it give the same."""
+    from ccq.evaluate.statistics import summary
+
+    ours, rows, _ = both
+    for group, mine in rows.items():
+        score = ours["scores"][group]
+        assert summary(mine, score["aggregate"])["value"] == pytest.approx(score["value"], rel=1e-6)
+
+
+def test_texts_longer_than_max_length_lose_their_beginning(llama, tokenizer, data, tmp_path):
+    """32 tokens cut BoolQ's passages; still as the harness's own model."""
+    options = options_of(tmp_path, data, max_lengths=(32,), tasks=("boolq", "wikitext"))
+    evaluate(llama, tokenizer, "lm", options)
+    asked = RequestSet.load(tmp_path / "requests" / "lm.npz")
+    assert max(request.length for request in asked.requests) == 33
+    theirs = own_model()(pretrained=llama, tokenizer=tokenizer, max_length=32, batch_size=1, device="cpu")
+    told = harness.evaluate(theirs, options, ["boolq", "wikitext"], [32])
+    rows = [json.loads(line) for line in (tmp_path / "lm.jsonl").read_text().splitlines()]
+    for task, group in (("boolq", "boolq"), ("wikitext_32", "wikitext/32/word_perplexity")):
+        mine = [row["output"] for row in rows if row["group"] == group]
+        for output, sample in zip(mine, told["samples"][task], strict=True):
+            expected = [x[0] if isinstance(x, (list, tuple)) else x for x in sample["filtered_resps"]]
+            assert output == pytest.approx(expected, abs=1e-4, rel=1e-7)
+
+
+def test_wikitext_at_two_lengths_side_by_side(llama, tokenizer, data, tmp_path):
+    result = evaluate(llama, tokenizer, "lm", options_of(tmp_path, data, max_lengths=(64, 128), tasks=("wikitext",)))
+    assert set(result["scores"]) == {"wikitext/64/word_perplexity", "wikitext/128/word_perplexity"}
+    assert result["settings"]["max_lengths"] == [64, 128]
+    requests = RequestSet.load(tmp_path / "requests" / "lm.npz").requests
+    assert {request.length for request in requests} >= {65, 129}
+
+
+def test_three_stages_equal_one_call_and_scoring_needs_only_torch_and_transformers(
+    llama, tokenizer, data, tmp_path, monkeypatch
+):
+    options = options_of(tmp_path / "stages", data, tasks=("piqa", "hellaswag", "lambada_openai", "wikitext"))
+    whole = evaluate(llama, tokenizer, "lm", options_of(tmp_path / "whole", data, tasks=options.tasks))
+    options.stage = "requests"
+    assert evaluate(None, tokenizer, "lm", options) is None
+    with monkeypatch.context() as bare:
+        for package in ("lm_eval", "datasets", "nltk", "wonderwords", "rouge", "zstandard", "rich"):
+            for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+                bare.setitem(sys.modules, name, None)
+            bare.setitem(sys.modules, package, None)
+        options.stage, options.data = "score", None
+        assert evaluate(llama, None, "lm", options) is None
+    options.stage, options.data = "metrics", data
+    staged = evaluate(None, tokenizer, "lm", options)
+    assert staged["scores"] == whole["scores"]
+    assert staged["samples"] == whole["samples"]
+    assert staged["model"]["hash"] == whole["model"]["hash"]
+    assert (tmp_path / "stages" / "lm.jsonl").read_text() == (tmp_path / "whole" / "lm.jsonl").read_text()
+
+
+def test_answers_to_other_questions_are_refused(llama, tokenizer, data, tmp_path):
+    options = options_of(tmp_path, data, tasks=("piqa",))
+    evaluate(llama, tokenizer, "lm", options)
+    options.stage, options.max_lengths = "metrics", (12,)
+    with pytest.raises(EvaluationError, match="does not have all that the harness asks"):
+        evaluate(None, tokenizer, "lm", options)
