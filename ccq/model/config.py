@@ -11,20 +11,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ccq.mixers import MIXERS
 from ccq.ops.dispatch import nearest
 
-# name of a mixer: whether it has a key-value state that a query reads, so that the query can be cleaned
-MIXERS = {
-    "attention": False,
-    "mamba2": True,
-    "gla": True,
-    "gated_deltanet": True,
-    "linear_attention": True,
-    "retnet": True,
-    "deltanet": True,
-}
 CHOICES = {
-    "mixer": tuple(MIXERS),
     "feature_map": ("identity", "hedgehog"),
     "normalize": ("unit", "stats"),
     "backend": ("auto", "chunk", "triton"),
@@ -60,7 +50,7 @@ class CCQConfig(PretrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
-    mixer: str = "gla"  # one of MIXERS
+    mixer: str = "gla"  # a name in ccq.mixers.MIXERS
     num_heads: int = 6
     num_kv_heads: int | None = None  # attention: key and value heads, each read by num_heads / num_kv_heads; None: all
     key_size: int = 256  # of a head (attention: hidden_size / num_heads, and the next one too)
@@ -118,7 +108,7 @@ class CCQConfig(PretrainedConfig):
         ):
             if not holds:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)}")
-        for name, choices in CHOICES.items():
+        for name, choices in {"mixer": tuple(MIXERS), **CHOICES}.items():  # those that were registered by now
             value = getattr(self, name)
             if value not in choices:
                 known = ", ".join(choices)
@@ -138,8 +128,8 @@ class CCQConfig(PretrainedConfig):
             _divides("head_size", self.head_size, "expand * hidden_size", self.expand * self.hidden_size)
             heads = self.expand * self.hidden_size // self.head_size
             _divides("num_groups", self.num_groups, f"{heads} heads", heads)
-        if self.clean and not MIXERS[self.mixer]:
-            raise ValueError(f"clean: {self.mixer} has no key-value state to read with a cleaned query")
+        if self.clean and self.mixer == "attention":
+            raise ValueError("clean: attention has no key-value state to read with a cleaned query")
         if self.clean and self.current_key_read:
             raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
 

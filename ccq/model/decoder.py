@@ -283,16 +283,17 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             return_dict=True,
         )
         hidden = out.last_hidden_state
-        result = CausalLMOutput(past_key_values=out.past_key_values, hidden_states=out.hidden_states)
+        loss = scored = None
         if labels is not None or shift_labels is not None:
             targets = self.targets(labels, shift_labels, attention_mask, cu_seqlens, hidden.shape[:2])
             total, scored = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
-            result.loss, result.scored = total / scored.clamp(min=1), scored
+            loss = total / scored.clamp(min=1)
         elif logits_to_keep is None:
             logits_to_keep = 0
         if logits_to_keep is not None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            result.logits = self.lm_head(hidden[:, kept])
+            logits = self.lm_head(hidden[:, kept])
+        result = CausalLMOutput(loss, logits, out.past_key_values, out.hidden_states, scored)
         return self.output(result, return_dict)
 
     def output(self, result: CausalLMOutput, return_dict: bool | None) -> Any:

@@ -1,0 +1,336 @@
+"""What every system must hold, whichever way its tokens come: at once, in pieces, padded, packed, one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_helpers import CLOSE, SYSTEMS, make_model, relative, shared_model, tokens
+
+from ccq.model import CCQConfig, CCQForCausalLM, CCQModel
+
+each_system = pytest.mark.parametrize("system", SYSTEMS)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(request):
+    """Off, unless the test is about them."""
+    with torch.set_grad_enabled("gradient" in request.node.name or "loss" in request.node.name):
+        yield
+
+
+@each_system
+def test_cached_equals_uncached(system):
+    model, ids = shared_model(system), tokens(2, 300)
+    full = model(ids, use_cache=False).logits
+    assert full.std() > 0.3  # logits of some size, so that CLOSE says something
+    for pieces in ([37] + [1] * 263, [1, 62, 1, 64, 65, 107], [128, 172]):
+        cache, got = None, []
+        for piece in torch.split(ids, pieces, dim=1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            got.append(out.logits)
+        assert (torch.cat(got, 1) - full).abs().max() < CLOSE
+        assert cache.get_seq_length() == 300
+        assert cache.lengths.tolist() == [300, 300]
+
+
+@each_system
+@pytest.mark.parametrize("batch", [1, 4])
+def test_padded_rows_equal_rows_alone(system, batch):
+    model, ids = shared_model(system), tokens(batch, 70)
+    left, right = [9, 0, 69, 3][:batch], [2, 5, 0, 0][:batch]
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        mask[row, : left[row]] = 0
+        mask[row, 70 - right[row] :] = 0
+    out = model(ids, attention_mask=mask)
+    after = model(tokens(batch, 3, seed=1), past_key_values=out.past_key_values).logits
+    assert out.past_key_values.lengths.tolist() == (mask.sum(1) + 3).tolist()
+    for row in range(batch):
+        real = ids[row : row + 1, left[row] : 70 - right[row]]
+        alone = model(torch.cat([real, tokens(batch, 3, seed=1)[row : row + 1]], 1)).logits[0]
+        assert (out.logits[row, left[row] : 70 - right[row]] - alone[:-3]).abs().max() < CLOSE
+        assert (after[row] - alone[-3:]).abs().max() < CLOSE
+        assert out.logits[row][mask[row] == 0].abs().sum() == 0
+
+
+@each_system
+def test_padding_in_later_calls(system):
+    """A row may pause: it gets padding while others get tokens, also one token at a time, also from the start."""
+    model, ids = shared_model(system), tokens(3, 12)
+    columns = [(slice(0, 6), [1, 1, 0]), (slice(6, 7), [1, 0, 0]), (slice(7, 12), [1, 1, 1])]
+    cache, got, real = None, [[], [], []], [[], [], []]
+    for piece, active in columns:
+        mask = torch.tensor(active)[:, None].expand(3, piece.stop - piece.start)
+        out = model(ids[:, piece], attention_mask=mask, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        for row in range(3):
+            if active[row]:
+                got[row].append(out.logits[row])
+                real[row].append(ids[row, piece])
+    for row in range(3):
+        alone = model(torch.cat(real[row])[None]).logits[0]
+        assert (torch.cat(got[row]) - alone).abs().max() < CLOSE
+    assert cache.lengths.tolist() == [12, 11, 5]
+    assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("system", ["transformer", "ccq-gated-deltanet"])
+def test_a_batch_of_padding_changes_nothing(system):
+    model = shared_model(system)
+    out = model(tokens(2, 3), attention_mask=torch.zeros(2, 3))
+    assert out.logits.abs().sum() == 0
+    after = model(tokens(2, 5), past_key_values=out.past_key_values).logits
+    torch.testing.assert_close(after, model(tokens(2, 5)).logits, rtol=0, atol=CLOSE)
+
+
+@each_system
+def test_packed_equals_separate(system):
+    model, ids = shared_model(system), tokens(1, 90)
+    borders = torch.tensor([0, 1, 3, 3, 68, 90])
+    packed = model(ids, cu_seqlens=borders, use_cache=True)
+    ones = model(ids, cu_seqlens=borders, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(ones, packed.logits)
+    follow = torch.tensor([0, 2, 2, 2, 3, 4])  # some of the sequences go on
+    after = model(ids[:, :4], cu_seqlens=follow, past_key_values=packed.past_key_values).logits
+    for n in range(5):
+        row, more = ids[:, borders[n] : borders[n + 1]], ids[:, follow[n] : follow[n + 1]]
+        if row.shape[1] + more.shape[1] == 0:
+            continue
+        alone = model(torch.cat([row, more], 1)).logits[:, : row.shape[1] + more.shape[1]]
+        assert (packed.logits[:, borders[n] : borders[n + 1]] - alone[:, : row.shape[1]]).abs().sum() < CLOSE * 256
+        assert (after[:, follow[n] : follow[n + 1]] - alone[:, row.shape[1] :]).abs().sum() < CLOSE * 256
+
+
+@each_system
+def test_causal(system):
+    model, ids = shared_model(system), tokens(1, 80)
+    changed = ids.clone()
+    changed[:, 66] = (changed[:, 66] + 1) % 256
+    before, after = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(after[:, :66], before[:, :66], rtol=0, atol=1e-6)
+    assert (after[:, 66:] - before[:, 66:]).abs().amax(-1).min() > 1e-4  # and it is seen by all that follow
+
+
+@each_system
+def test_gradients_with_checkpointing_are_equal(system):
+    model, ids = make_model(system).train(), tokens(2, 20)
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    assert all(grad.abs().sum() > 0 for grad in plain)  # every parameter matters
+    model.gradient_checkpointing_enable()
+    assert model.model.layers[0].gradient_checkpointing
+    for ref, got in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(got, ref)
+
+
+@pytest.mark.parametrize("system", ["transformer", "ccq-gated-deltanet", "ccq-mamba2"])
+def test_gradients_flow_through_padding_and_cache(system):
+    """The gradient of a loss over pieces and padded rows is that of the whole."""
+    model, ids = make_model(system, num_hidden_layers=1).double(), tokens(2, 12)
+    whole = model(ids, shift_labels=ids).loss
+    ref = torch.autograd.grad(whole, list(model.parameters()))
+    first = model(ids[:, :7], shift_labels=ids[:, :7], use_cache=True)
+    padded = F.pad(ids[:, 7:], (0, 2))
+    mask = F.pad(torch.ones(2, 5), (0, 2))
+    second = model(padded, attention_mask=mask, shift_labels=padded, past_key_values=first.past_key_values)
+    assert (first.scored, second.scored) == (14, 10)
+    pieces = (first.loss * 14 + second.loss * 10) / 24
+    got = torch.autograd.grad(pieces, list(model.parameters()))
+    for a, b in zip(ref, got, strict=True):
+        assert relative(a, b) < 1e-10
+
+
+def the_compilers_own_warnings(test):
+    """It imports what is deprecated, and makes an instance of our autograd function where it should not."""
+    for words in ("`torch.jit.*deprecated", ".*should not be instantiated"):
+        test = pytest.mark.filterwarnings(f"ignore:{words}:DeprecationWarning")(test)
+    return test
+
+
+def compiled_equals_eager(system, backend, layers):
+    model, ids = make_model(system, num_hidden_layers=layers), tokens(2, 70)
+    ref = model(ids, labels=ids, logits_to_keep=0)
+    grads = torch.autograd.grad(ref.loss, list(model.parameters()))
+    out = torch.compile(model, backend=backend, fullgraph=True)(ids, labels=ids, logits_to_keep=0)
+    torch.testing.assert_close(out.logits, ref.logits, rtol=0, atol=CLOSE)
+    for a, b in zip(grads, torch.autograd.grad(out.loss, list(model.parameters())), strict=True):
+        assert relative(a, b) < CLOSE
+
+
+@the_compilers_own_warnings
+def test_compiled_gradients_equal_eager(fresh_compiler):
+    compiled_equals_eager("ccq-gla", "aot_eager", layers=1)
+
+
+@pytest.mark.slow
+@the_compilers_own_warnings
+@each_system
+def test_compiled_gradients_equal_eager_for_all(system, fresh_compiler):
+    compiled_equals_eager(system, "inductor", layers=2)
+
+
+def test_hidden_states_are_those_of_the_layers():
+    model, ids = shared_model("ccq-gla"), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    out = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    x = model.model.embed_tokens(ids) * mask[..., None]
+    torch.testing.assert_close(out.hidden_states[0], x)
+    torch.testing.assert_close(model.lm_head(out.hidden_states[-1]), out.logits)
+    step = model(ids[:, :1], past_key_values=out.past_key_values, output_hidden_states=True)  # not the decode step
+    assert [x.shape for x in step.hidden_states] == [(2, 1, 64)] * 3
+
+
+def test_logits_to_keep():
+    model, ids = shared_model("gla"), tokens(2, 9)
+    full = model(ids).logits
+    torch.testing.assert_close(model(ids, logits_to_keep=2).logits, full[:, -2:])
+    torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([0, 5])).logits, full[:, [0, 5]])
+    assert model(ids, labels=ids).logits is None
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, full)
+
+
+def test_embeddings_in_place_of_tokens():
+    model, ids = shared_model("ccq-gla"), tokens(2, 9)
+    torch.testing.assert_close(model(inputs_embeds=model.model.embed_tokens(ids)).logits, model(ids).logits)
+
+
+def test_tuples_for_those_who_want_them():
+    model, ids = shared_model("gla"), tokens(1, 4)
+    loss, cache = model(ids, labels=ids, use_cache=True, return_dict=False)[:2]
+    assert loss.ndim == 0
+    assert cache.get_seq_length() == 4
+    assert torch.equal(model.model(ids, return_dict=False)[0], model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("system", ["transformer", "ccq-gated-deltanet"])
+def test_loss_equals_cross_entropy_of_the_logits(system):
+    model, ids = make_model(system), tokens(2, 12)
+    labels = ids.clone()
+    labels[0, 3:6] = -100
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    mask[1, -3:] = 0
+
+    logits = model(ids, attention_mask=mask).logits
+    scored = [(0, t) for t in range(2, 11) if t + 1 not in (3, 4, 5)] + [(1, t) for t in range(8)]
+    rows, columns = torch.tensor(scored).T
+    ref = F.cross_entropy(logits[rows, columns], labels[rows, columns + 1])
+    out = model(ids, attention_mask=mask, labels=labels)
+    assert out.scored == len(scored)
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.loss, ref)
+    parameters = list(model.parameters())
+    for a, b in zip(torch.autograd.grad(ref, parameters), torch.autograd.grad(out.loss, parameters), strict=True):
+        assert relative(a, b) < 1e-5
+
+
+def test_loss_of_packed_sequences_does_not_cross_their_borders():
+    model, ids = make_model("ccq-gla"), tokens(1, 12)
+    borders = torch.tensor([0, 5, 5, 6, 12])
+    out = model(ids, cu_seqlens=borders, labels=ids)
+    alone = [model(ids[:, a:b], labels=ids[:, a:b]) for a, b in ((0, 5), (6, 12))]
+    assert out.scored == 4 + 5
+    torch.testing.assert_close(out.loss, (alone[0].loss * 4 + alone[1].loss * 5) / 9)
+
+
+def test_lam_zero_is_the_unit_norm_backbone():
+    for cleaned, backbone in (("ccq-gla", "gla-unit"), ("ccq-gated-deltanet", "gated-deltanet")):
+        model = make_model(cleaned, fixed_lam=0.0)
+        plain = make_model(backbone)
+        plain.load_state_dict(model.state_dict())
+        ids = tokens(1, 70)
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["500m", "1.3b"])
+@pytest.mark.parametrize(
+    "system", ["transformer", "mamba2", "gla", "gla-hedgehog", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet"]
+)
+def test_parameter_counts_of_the_paper(system, scale):
+    with torch.device("meta"):
+        model = CCQForCausalLM(CCQConfig.preset(f"{system}-{scale}"))
+    low, high = {"500m": (480e6, 530e6), "1.3b": (1.30e9, 1.42e9)}[scale]
+    assert low <= sum(parameter.numel() for parameter in model.parameters()) <= high
+
+
+@pytest.mark.parametrize(
+    ("system", "mebibytes"),
+    [("gla", 63.0), ("gated-deltanet", 63.0), ("ccq-gla", 94.6), ("ccq-gated-deltanet", 94.6)],
+)
+def test_state_bytes_of_the_paper(system, mebibytes):
+    with torch.device("meta"):
+        model = CCQModel(CCQConfig.preset(f"{system}-1.3b", conv_size=None))  # the paper does not count the convolution
+    layers = [layer.mixer for layer in model.blocks()]
+    assert sum(mixer.state_bytes(4096) for mixer in layers) / 2**20 == pytest.approx(mebibytes, abs=0.05)
+    assert all(mixer.state_bytes(4096) == mixer.state_bytes(10**6) for mixer in layers)
+
+
+@each_system
+def test_state_bytes_are_those_of_the_cache(system):
+    model = shared_model(system)
+    cache = model(tokens(3, 33), use_cache=True).past_key_values
+    assert cache.nbytes == 3 * sum(layer.mixer.state_bytes(33) for layer in model.model.blocks())
+
+
+@pytest.mark.parametrize("system", ["transformer", "ccq-gla"])
+def test_bad_calls_are_named(system):
+    model, ids = shared_model(system), tokens(2, 5)
+    cache = model(ids).past_key_values
+    for call, error, words in (
+        ({"input_ids": torch.tensor([[1, 256]])}, ValueError, "got 256 at \\[0, 1\\]"),
+        ({"input_ids": torch.tensor([[-1]])}, ValueError, "got -1"),
+        ({"input_ids": ids[:, :0]}, ValueError, "the prompt is empty"),
+        ({"input_ids": ids[0]}, ValueError, "expected shape \\[B, T\\]"),
+        ({"input_ids": ids.float()}, TypeError, "expected integers"),
+        ({}, ValueError, "expected one of them, got none"),
+        ({"input_ids": ids, "inputs_embeds": ids}, ValueError, "got both"),
+        (
+            {"input_ids": ids, "attention_mask": torch.ones(2, 6)},
+            ValueError,
+            "attention_mask: expected shape \\[2, 5\\]",
+        ),
+        ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "batch of 2"),
+        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4])}, ValueError, "from 0 to 5"),
+        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4, 3, 5])}, ValueError, "do not fall"),
+        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0.0, 5.0])}, ValueError, "integers"),
+        (
+            {"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.zeros(1, 5)},
+            ValueError,
+            "no padding",
+        ),
+        ({"input_ids": ids[:1], "past_key_values": cache}, ValueError, "1 sequences, got one of 2"),
+        ({"input_ids": ids[:1, :1], "past_key_values": cache}, ValueError, "1 sequences, got one of 2"),
+        ({"input_ids": ids, "past_key_values": ()}, TypeError, "expected a CCQCache, got tuple"),
+        ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, "labels: expected shape \\(2, 5\\)"),
+        ({"input_ids": ids, "labels": ids, "shift_labels": ids}, ValueError, "got both"),
+        ({"input_ids": ids, "position_idz": ids}, TypeError, "position_idz"),
+    ):
+        with pytest.raises(error, match=words):
+            model(**call)
+    assert cache.get_seq_length() == 5  # a refused call leaves the cache as it was
+
+
+def test_a_model_checks_its_config_again():
+    config = CCQConfig.preset("gla-tiny")
+    config.mixer = "gladiator"
+    with pytest.raises(ValueError, match="Did you mean 'gla'"):
+        CCQForCausalLM(config)
+
+
+def test_a_copied_model_is_its_own():
+    model = make_model("ccq-gla")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert model(tokens(1, 3)).logits.abs().sum() > 0
