@@ -37,7 +37,7 @@ def _step(
 def step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [B, C] for x [B, C], state [B, C, W-1] (updated in place; channels of a larger one), weight [C, 1, W]."""
     batch, channels = x.shape
-    if batch > 1 and state.stride()[1:] != (state.shape[2], 1):
+    if state.numel() and state.stride()[1:] != (state.shape[2], 1):
         raise ValueError(f"state: expected dense channels, got strides {state.stride()} for {tuple(state.shape)}")
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

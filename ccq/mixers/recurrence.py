@@ -109,9 +109,14 @@ def fla_refuses(device: torch.device, dtype: torch.dtype, key_size: int, delta: 
     return None
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # so that the compiler does not look into the search for packages
 def resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str:
-    """ "chunk" or "triton". Cached, so that a fallback warns once for each reason."""
+    """ "chunk" or "triton": which of the two runs."""
+    return _resolve(backend, device, dtype, key_size, delta)
+
+
+@functools.cache  # so that a fallback warns once for each reason
+def _resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str:
     if backend == "chunk":
         return "chunk"
     refusal = fla_refuses(device, dtype, key_size, delta)

@@ -378,3 +378,27 @@ def test_borders_are_checked():
     for borders, message in (([0, 3, 6], "end at T = 5"), ([1, 5], "start at 0"), ([0, 4, 3, 5], "no decrease")):
         with pytest.raises(ValueError, match=message):
             recurrence(**case | {"cu_seqlens": torch.tensor(borders)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fla_on_a_gpu_is_the_same(kind, group, dtype):
+    """fla's kernels, dense and packed with an empty sequence, against plain PyTorch: all outputs and gradients."""
+    for shape in ({"T": 100}, {"lengths": [3, 0, 65, 130]}):
+        case = make_case(kind, K=32, V=64, G=group, state=True, **shape)
+        full = ("g", "beta", "initial_state")
+        case = {n: x.to(dtype if x.is_floating_point() and n not in full else x.dtype) for n, x in case.items()}
+        case = {n: x.float() if n in full else x for n, x in case.items()}
+        ref = results(lambda **case: module.recurrence(**case, output_final_state=True, backend="chunk"), case)
+        case = {n: x.cuda() for n, x in case.items()}
+        leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in case.items()}
+        o, state = module.recurrence(**leaves, output_final_state=True, backend="triton")
+        rng = torch.Generator().manual_seed(1)
+        cotangents = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x) for x in (o, state)]
+        inputs = {n: x for n, x in leaves.items() if x.requires_grad}
+        grads = torch.autograd.grad((o, state), list(inputs.values()), cotangents)
+        got = {"o": o, "state": state, **{f"gradient of {n}": x for n, x in zip(inputs, grads, strict=True)}}
+        # its products are TF32 (2^-11) or bf16 (2^-8), some of them one after another
+        assert_same({n: x.cuda() for n, x in ref.items()}, got, 2**-7 if dtype == torch.float32 else 2**-5)
