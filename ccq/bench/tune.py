@@ -1,25 +1,28 @@
-"""Find tile sizes for this GPU:  ccq bench tune --out tuned.json
+"""Find tile sizes for this GPU, and keep them:  ccq bench tune --write
 
-Every candidate is compiled (in parallel processes), checked against fp64, and timed at batch 1 and 8. The scan and the
-kernel that reads its states are timed apart, since they share only BT and S.
+Every candidate is compiled (in parallel processes) and timed at batch 1 and 8 (`pytest -m gpu` compares the numbers of
+each with fp64). The scan and the kernel that reads its states are timed apart, since they share only BN and S.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, fields, replace
 from pathlib import Path
 
 import torch
 
+from ccq.bench.results import provenance
 from ccq.bench.timing import graph_time
 from ccq.ops import fused
-from ccq.ops.configs import PASSES, Config, candidates
+from ccq.ops.configs import NAMES, PASSES, TUNED, Config, candidates
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+SCAN_FIELDS = ("BLK", "BR", "scan_warps", "scan_stages")
 
 
 class Case:
@@ -82,51 +85,87 @@ def _compile(arguments: tuple) -> str | None:
     return None
 
 
+def compile_all(jobs: list[tuple], workers: int) -> list[str | None]:
+    """What went wrong with each (stage, pass, config, key size, dtype); None where it runs."""
+    with multiprocessing.get_context("spawn").Pool(min(workers, len(jobs))) as pool:
+        return pool.map(_compile, jobs, chunksize=1)
+
+
+def tune(
+    name: str, size: int, dtype: torch.dtype, heads: int, length: int, jobs: list[tuple[tuple, str | None]]
+) -> tuple[list, list]:
+    """Every timing of a pass, and its fastest sizes at batch 1 and 8 as rows of tuned.json."""
+    block_k = fused.block_size(size)
+    rows, best = [], []
+    for batch in (1, 8):
+        case = Case(batch, length, heads, size, dtype)
+        timed: dict[str, list[tuple[float, Config]]] = {"scan": [], "read": []}
+        for (stage, _, config, *_), failure in sorted(jobs, key=lambda job: str(job[0])):  # states are used again
+            row = {"pass": name, "BK": block_k, "B": batch, "stage": stage, **asdict(config), "failure": failure}
+            if failure is None:
+                us = 1e3 * graph_time(getattr(case, stage)(name, config), inner=5, repeats=5, warmup=1).median
+                timed[stage].append((us, config))
+                row["us"] = us
+            rows.append(row)
+        us, scan, read = min(
+            (
+                (a + b, scan, read)
+                for a, scan in timed["scan"]
+                for b, read in timed["read"]
+                if (scan.BN, scan.S) == (read.BN, read.S)
+            ),
+            key=lambda pair: pair[0],
+        )
+        config = replace(read, **{field: getattr(scan, field) for field in SCAN_FIELDS})
+        log2_work = round(math.log2(batch * length * heads))
+        best.append(
+            {"pass": name, "dtype": NAMES[dtype], "BK": block_k, "log2_work": log2_work, "config": astuple(config)}
+        )
+        print(f"{name:<6} {NAMES[dtype]} BK {block_k:<4} batch {batch} {us:8.1f} us  {config}", flush=True)
+    return rows, best
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ccq bench tune", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--key-size", type=int, default=256)
+    parser.add_argument("--key-sizes", default="64,128,256")
+    parser.add_argument("--dtypes", default="bf16", help=f"of {', '.join(DTYPES)} (%(default)s)")
+    parser.add_argument("--passes", default=",".join(PASSES))
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--passes", default=",".join(PASSES))
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--out", type=Path, default=Path("tuned.json"))
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--out", type=Path, default=Path("tuning.json"), help="every timing")
+    parser.add_argument(
+        "--write", type=Path, nargs="?", const=TUNED, help=f"keep the fastest, in {TUNED.name} by default"
+    )
     options = parser.parse_args(argv)
-    dtype, block_k = DTYPES[options.dtype], fused.block_size(options.key_size)
-
-    jobs = [job for name in options.passes.split(",") for job in stages(name, dtype, block_k)]
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        failures = pool.map(_compile, [(*job, options.key_size, dtype) for job in jobs], chunksize=1)
-    results = []
-    cases = {batch: Case(batch, options.length, options.heads, options.key_size, dtype) for batch in (1, 8)}
-    order = sorted(zip(jobs, failures, strict=True), key=lambda job: str(job[0]))
-    for (stage, name, config), failure in order:
-        row: dict = {"pass": name, "stage": stage, **asdict(config), "failure": failure}
-        if failure is None:
-            for batch, case in cases.items():
-                row[f"b{batch}_us"] = 1e3 * graph_time(getattr(case, stage)(name, config), inner=5, repeats=5).median
-        results.append(row)
-    best = {}
-    for name in options.passes.split(","):
-        for batch in cases:
-            fine = [r for r in results if r["pass"] == name and not r["failure"]]
-            pairs = [
-                (a[f"b{batch}_us"] + b[f"b{batch}_us"], a, b)
-                for a in fine
-                for b in fine
-                if a["stage"] == "scan" and b["stage"] == "read" and (a["BN"], a["S"]) == (b["BN"], b["S"])
-            ]
-            pairs.sort(key=lambda pair: pair[0])
-            best[f"{name}_b{batch}"] = pairs[:3]
-            for total, a, b in pairs[:4]:
-                scan, read = a[f"b{batch}_us"], b[f"b{batch}_us"]
-                print(
-                    f"{name:<6} b{batch} {total:7.1f} us  BT {b['BT']:>3} S {a['S']:>3} | scan {scan:6.1f} "
-                    f"BLK {a['BLK']} BR {a['BR']} warps {a['scan_warps']} stages {a['scan_stages']} | read {read:6.1f} "
-                    f"BN {b['BN']} BS {b['BS']} warps {b['warps']} stages {b['stages']}"
-                )
-    broken = [r for r in results if r["failure"]]
-    for r in broken[:6]:
-        print("failed", *(r[x] for x in ("pass", "stage", "BT", "S", "BN", "BS", "warps", "stages", "failure")))
-    options.out.write_text(json.dumps(results, indent=1))
+    groups = [
+        (name, int(size), DTYPES[dtype])
+        for dtype in options.dtypes.split(",")
+        for size in options.key_sizes.split(",")
+        for name in options.passes.split(",")
+    ]
+    jobs = [(*job, size, dtype) for name, size, dtype in groups for job in stages(name, dtype, fused.block_size(size))]
+    results = list(zip(jobs, compile_all(jobs, options.workers), strict=True))
+    rows: list[dict] = []
+    best: list[dict] = []
+    for name, size, dtype in groups:
+        mine = [(job, failure) for job, failure in results if (job[1], *job[3:]) == (name, size, dtype)]
+        more = tune(name, size, dtype, options.heads, options.length, mine)
+        rows += more[0]
+        best += more[1]
+    for row in [r for r in rows if r["failure"] and r["B"] == 1][:6]:
+        print("failed", *(row[x] for x in ("pass", "BK", "stage", "BT", "S", "BN", "BS", "warps", "stages", "failure")))
+    options.out.write_text(json.dumps(rows, indent=1))
+    if options.write is not None:
+        keep(best, options.write)
     return 0
+
+
+def keep(best: list[dict], path: Path) -> None:
+    """Put `best` into the table at `path`, in the place of what it holds of the same."""
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    names = ("pass", "dtype", "BK", "log2_work")
+    table = {tuple(row[name] for name in names): row for row in [*known, *best]}
+    lines = ",\n  ".join(json.dumps(table[key]) for key in sorted(table))
+    about = json.dumps({**provenance(), "config": [field.name for field in fields(Config)]})
+    path.write_text(f'{{"about": {about},\n "rows": [\n  {lines}\n]}}\n')

@@ -1,17 +1,24 @@
 """Tile sizes of the Triton kernels: looked up, never tuned while a user waits.
 
 A pass is a scan over states and the kernel that reads them: "clean" (of q in the forward, of its gradient in the
-backward) and "dk". Sizes depend on the pass, the products' dtype, and the key size rounded up to a power of two;
-nothing depends on the exact length.
+backward) and "dk". tuned.json holds what was fastest on an H200, for a pass, the products' dtype, the key size rounded
+up to a power of two, and the work (tokens times heads), of which the nearest power of two counts: nothing depends on
+the exact length. `ccq bench tune --write` measures again and rewrites it. For the rest: the first candidate.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 PASSES = ("clean", "dk")
+TUNED = Path(__file__).with_name("tuned.json")
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -31,36 +38,53 @@ class Config:
     scan_stages: int
 
 
-def pick(name: str, dtype: torch.dtype, block_k: int, interpreted: bool = False) -> Config:
-    """The sizes for a pass."""
+@functools.cache
+def table() -> dict[tuple[str, str, int], dict[int, Config]]:
+    """(pass, dtype, BK) -> log2 of the work -> sizes."""
+    found: dict[tuple[str, str, int], dict[int, Config]] = {}
+    for row in json.loads(TUNED.read_text())["rows"]:
+        sizes = found.setdefault((row["pass"], row["dtype"], row["BK"]), {})
+        sizes[row["log2_work"]] = Config(*row["config"])
+    return found
+
+
+def pick(name: str, dtype: torch.dtype, block_k: int, work: int, interpreted: bool = False) -> Config:
+    """The sizes for a pass over `work` = tokens times heads."""
     if interpreted:  # small, so that few tokens already make several tiles, chunks and blocks
         return Config(16, 32, 16, min(block_k, 16), 4, 1, min(block_k, 32), 16, 4, 1)
-    return candidates(name, dtype, block_k)[0]
+    known = table().get((name, NAMES[dtype], block_k))
+    if not known:
+        return candidates(name, dtype, block_k)[0]
+    return known[min(known, key=lambda log2_work: abs(log2_work - math.log2(max(work, 1))))]
 
 
 def candidates(name: str, dtype: torch.dtype, block_k: int) -> list[Config]:
-    """All sizes that tuning tries and the GPU tests cover, the default first."""
+    """All sizes that tuning tries and the GPU tests cover."""
     if dtype != torch.bfloat16:
         bt = 64 if block_k <= 64 else 32
-        return [Config(bt, 4 * bt, bt, min(block_k, 32), 4, 2, min(block_k, 64), 32, 4, 2)]
+        return [
+            Config(bt, s, bt, min(block_k, bs), 4, stages, min(block_k, 64), 32, 4, 2)
+            for s, bs, stages in ((4 * bt, 32, 2), (2 * bt, 32, 2), (4 * bt, 16, 1))
+        ]
     found = []
-    reads = READS_CLEAN if name == "clean" else READS_DK
+    reads, scans = (READS_CLEAN, SCANS_CLEAN) if name == "clean" else (READS_DK, SCANS_DK)
     for bt, s, bn, bs, warps, stages in reads:
-        for blk, br, scan_warps, scan_stages in SCANS:
+        for blk, br, scan_warps, scan_stages in scans:
             config = Config(bt, s, bn, min(bs, block_k), warps, stages, min(blk, block_k), br, scan_warps, scan_stages)
             if config not in found:
                 found.append(config)
     return found
 
 
-# BT, S, BN, BS, warps, stages; the first is the default, fastest on an H200 at key size 256
+# BT, S, BN, BS, warps, stages
 READS_CLEAN = [
-    (64, 256, 32, 32, 4, 3), (128, 256, 64, 64, 8, 3), (64, 128, 32, 32, 4, 3), (128, 128, 64, 64, 8, 3),
-    (64, 128, 64, 64, 8, 3), (64, 256, 64, 64, 8, 3), (64, 128, 32, 64, 4, 2), (64, 128, 32, 32, 4, 2),
+    (64, 256, 32, 32, 4, 3), (64, 128, 32, 32, 4, 3), (64, 256, 16, 32, 4, 4), (64, 128, 16, 32, 4, 4),
+    (64, 256, 64, 64, 4, 3), (64, 128, 64, 64, 4, 3), (128, 256, 64, 64, 8, 3), (128, 128, 64, 64, 8, 3),
 ]  # fmt: skip
 READS_DK = [
-    (64, 128, 32, 64, 4, 2), (64, 128, 32, 32, 4, 2), (128, 128, 32, 32, 8, 3), (128, 128, 64, 64, 8, 2),
-    (64, 128, 32, 32, 4, 3), (64, 256, 32, 64, 4, 2),
+    (64, 128, 32, 64, 4, 2), (64, 128, 16, 32, 4, 3), (64, 128, 16, 32, 4, 4), (64, 256, 32, 64, 4, 2),
+    (64, 128, 64, 64, 4, 2), (64, 128, 32, 32, 4, 3), (128, 128, 32, 32, 8, 2), (128, 128, 64, 64, 8, 2),
 ]  # fmt: skip
 # BLK, BR, warps, stages
-SCANS = [(64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)]
+SCANS_CLEAN = [(64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)]
+SCANS_DK = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)]

@@ -29,7 +29,7 @@ class Grid:
         batch, self.length, self.key_heads, self.size = k.shape
         self.query_heads = q.shape[2]
         self.block_k = block_size(self.size)
-        self.config = config
+        self.config, self.device = config, q.device
         self.cu, self.count = cu_seqlens, count
         # Triton's interpreter multiplies bf16 as if it were integers
         self.product = tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
@@ -49,13 +49,15 @@ class Grid:
         self.blocks = across * (across + 1) // 2
         # where heads and blocks are too few for the chip, a sequence is scanned in segments, their sums first
         programs = self.sequences * self.key_heads * self.blocks
-        self.segments = max(1, min(MOST_SEGMENTS, 2 * processors(q.device) // programs, self.per_chunks))
+        fit = max(1, min(4, SHARED_MEMORY // (4 * config.scan_stages * config.BR * config.BLK)))  # on a multiprocessor
+        self.segments = max(1, min(MOST_SEGMENTS, fit * processors(self.device) // programs, self.per_chunks))
 
     def sizes(self) -> tuple[int, ...]:
         """Arguments that the kernels over tiles share."""
+        spread = self.tiles * self.query_heads <= 4 * processors(self.device)
         return (
             self.sequences, self.length, self.query_heads, self.key_heads, self.size,
-            self.per_tiles, self.per_chunks, self.per_sums, self.tiles,
+            self.per_tiles, self.per_chunks, self.per_sums, self.tiles, int(spread),
         )  # fmt: skip
 
     def tile_options(self, centred: bool) -> dict:
@@ -66,9 +68,9 @@ class Grid:
             "DT": self.product, "IP": self.precision, "num_warps": c.warps, "num_stages": c.stages,
         }  # fmt: skip
 
-    def row_warps(self) -> int:
-        """Warps for the kernels that go through BN rows without products."""
-        return min(8, max(1, self.config.BN * self.block_k // 2048))
+    def row_warps(self, elements: int) -> int:
+        """Warps for the kernels that go through BN rows without products, with `elements` to a warp."""
+        return min(8, max(1, self.config.BN * self.block_k // elements))
 
     def scan(self, launch, like: Tensor) -> None:
         """Run a scan kernel: the sums of the segments first where there are several, then the states."""
@@ -87,6 +89,7 @@ class Grid:
         launch(programs, totals, sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
+SHARED_MEMORY = 220 * 2**10  # bytes of a Hopper multiprocessor
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
 
 
@@ -100,7 +103,8 @@ def block_size(key_size: int) -> int:
 
 
 def pick_grid(name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> Grid:
-    config = pick(name, q.dtype, block_size(q.shape[-1]), interpreted=not q.is_cuda)
+    work = q.shape[0] * q.shape[1] * q.shape[2]
+    config = pick(name, q.dtype, block_size(q.shape[-1]), work, interpreted=not q.is_cuda)
     return Grid(config, q, k, count, cu_seqlens)
 
 
@@ -120,7 +124,7 @@ def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor,
             k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
             grid.sequences, grid.length, grid.key_heads, grid.size, grid.per_sums, EPS,
             NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            num_warps=grid.row_warps(),
+            num_warps=grid.row_warps(1024),
         )  # fmt: skip
     return k_bar, rnorm, key_sums
 
@@ -189,7 +193,7 @@ def finish(
         g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, dlam, *adjoint,
         grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
         UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
-        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(),
+        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
     )  # fmt: skip
     return dq, dlam, adjoint
 
@@ -215,11 +219,11 @@ def dk_tiles(
 ) -> Tensor:  # fmt: skip
     """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given."""
     dk = torch.empty_like(k)
-    n, length, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles = grid.sizes()
+    n, length, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles, spread = grid.sizes()
     dk_kernel[(tiles * key_heads,)](
         q, adjoint.weighted, k, k_rnorm, dk_bar, adjoint.lift_q, adjoint.lift_w, states, adjoint.pulls, last_sum,
         grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.sum_offsets, dk,
-        n, length, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums, tiles,
+        n, length, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums, tiles, spread,
         UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, PULL=pull_grid.config.BN,
         **grid.tile_options(centred),
     )  # fmt: skip

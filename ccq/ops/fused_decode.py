@@ -184,8 +184,8 @@ def decode_step(
 
 
 def warps(block_k: int) -> int:
-    """No more threads than a key has channels: they would only repeat each other."""
-    return max(1, min(4, block_k // 32))
+    """One where a key is short: several would hold its channels twice over, and write them to shared memory so."""
+    return 4 if block_k >= 256 else 1
 
 
 def overlaps(device: torch.device) -> bool:

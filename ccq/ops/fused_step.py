@@ -102,6 +102,6 @@ def step(
         q.contiguous(), k.contiguous(), lam.contiguous(), state.second_moment, state.key_sum, state.count,
         tickets(q.device, batch), scratch, out, k_bar, heads, q.shape[1] // heads, size, EPS,
         UNIT_Q=unit, UNIT_K=normalize != "none", STORE_K=unit, CENTRED=centred,
-        BR=min(32, block_k), BK=block_k, num_warps=8 if block_k >= 128 else 4,
+        BR=16 if block_k < 256 else 32, BK=block_k, num_warps=8 if block_k >= 256 else 1,
     )  # fmt: skip
     return out, k_bar

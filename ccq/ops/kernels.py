@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 # sizes that vary from call to call: compiled once for all of them
-VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles"]
+VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
 
 
 @triton.jit
@@ -48,6 +48,27 @@ def locate(tile, cu, offsets, N, T, per_sequence, VARLEN: tl.constexpr):
     else:
         n = tile // per_sequence
         return n, tile % per_sequence, n.to(tl.int64) * T, T
+
+
+@triton.jit
+def schedule(pid, tiles, heads, spread, PER: tl.constexpr, LATE: tl.constexpr):
+    """Tile and head of a program. A chunk has PER tiles, of which the late (or the early) ones have most to read.
+
+    Tiles of a chunk follow each other, so that its state is found in the cache. Only where there are so few programs
+    that the last of them leave most of the chip waiting (`spread`) do those with most to read come first.
+    """
+    chunks = tiles // PER
+    same = chunks * heads  # programs with an equal share
+    if (spread != 0) & (pid < same * PER):
+        place = pid // same
+        if LATE:
+            place = PER - 1 - place
+        return (pid % same) % chunks * PER + place, (pid % same) // chunks
+    elif spread != 0:
+        rest = tiles - chunks * PER
+        return chunks * PER + (pid - same * PER) % rest, (pid - same * PER) // rest
+    else:
+        return pid % tiles, pid // tiles
 
 
 @triton.jit
@@ -256,12 +277,11 @@ def tile_bounds(tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T,
 
 
 @triton.jit
-def read_state(base, state, first, length, H, K, BT: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+def read_state(acc, base, state, state_rows, first, length, H, K, BT: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
                DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
-    """x times a state, BS of its rows at a time."""
+    """acc + x times a state of `state_rows` rows (K, or 0 where there is none), BS of them at a time."""
     cols = tl.arange(0, BK)
-    acc = tl.zeros([BT, BK], tl.float32)
-    for b in range(0, BK, BS):
+    for b in range(0, state_rows, BS):
         part = b + tl.arange(0, BS)
         x_part = load_rows(base, first, length, H, K, part, BT, DT)
         inside = (part < K)[:, None] & (cols < K)[None, :]
@@ -314,10 +334,10 @@ def outer_sum(acc, x, sums, BT: tl.constexpr, BN: tl.constexpr, DT: tl.constexpr
 
 
 @triton.jit
-def read_keys(acc, x, x_scale, before, t, k_base, chunk_begin, tile_begin, length, H, K,
+def read_keys(acc, x, before, past, t, k_base, chunk_begin, tile_begin, length, H, K,
               CENTRED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
               DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
-    """acc + sum (k_j . x_t - m_t) k_j over the chunk's keys up to each row, and m_t.
+    """acc + sum (k_j . x_t - m_t) k_j / past over the chunk's keys up to each row, and m_t.
 
     BN keys at a time, the latest first: a row's m_t is complete with the block of keys that holds its own.
     """
@@ -327,28 +347,26 @@ def read_keys(acc, x, x_scale, before, t, k_base, chunk_begin, tile_begin, lengt
     for step in range((tile_begin + BT - chunk_begin) // BN):
         offset = BT - BN - step * BN  # from the tile's first row to the block's first key; negative in earlier tiles
         keys = load_rows(k_base, tile_begin + offset, length, H, K, cols, BN, DT)
-        p = tl.dot(x, tl.trans(keys), input_precision=IP) * x_scale[:, None]
+        p = tl.dot(x, tl.trans(keys), input_precision=IP)
         sees = local[:, None] >= offset + tl.arange(0, BN)[None, :]
         if CENTRED:
             total = tl.sum(tl.where(sees, p, 0.0), 1)
             m = tl.where((local >= offset) & (local < offset + BN), (total + before) / t, m)
             p -= m[:, None]
-        acc = tl.dot(tl.where(sees, p, 0.0).to(DT), keys, acc, input_precision=IP)
+        acc = tl.dot(tl.where(sees, p / past, 0.0).to(DT), keys, acc, input_precision=IP)
     return acc, m
 
 
 @triton.jit(do_not_specialize=VARYING)
 def clean_kernel(
     q, k, lam, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets, out, means,
-    N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, eps,
+    N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, spread, eps,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, CORRECTION: tl.constexpr,
     BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """q_clean of one tile (Sigma q itself, if CORRECTION), and m_t."""
-    pid = tl.program_id(0)
-    tile = pid % tiles
-    hq = pid // tiles
+    tile, hq = schedule(tl.program_id(0), tiles, HQ, spread, S // BT, True)
     h = hq // (HQ // H)
     n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
         tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T, per_tiles, per_chunks, per_sums,
@@ -375,21 +393,24 @@ def clean_kernel(
     if UNIT:
         scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + eps)
 
+    # in units of past |q_t|: to scale the sum on the way would break the chain of products that it is made by
     acc = tl.zeros([BT, BK], tl.float32)
-    if INITIAL | (chunk_begin > 0):  # before the first chunk of a sequence with no past there is nothing to read
-        acc = read_state(q + head, states + (chunk * H + h) * K * K, tile_begin, length, HQ, K, BT, BK, BS, DT, IP)
-        acc *= (scale * past)[:, None]
+    state_rows = tl.where(INITIAL | (chunk_begin > 0), K, 0)  # a sequence with no past has nothing to read
+    acc = read_state(
+        acc, q + head, states + (chunk * H + h) * K * K, state_rows, tile_begin, length, HQ, K, BT, BK, BS, DT, IP
+    )
     acc, m = read_keys(
-        acc, x, scale, before * scale, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
+        acc, x, before, past, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
         CENTRED, BT, BN, BK, DT, IP,
     )  # fmt: skip
     if CENTRED:
-        acc = outer_sum(acc, off * scale / past - m, key_sums, BT, BN, DT, IP)
-        tl.store(means + (begin + rows) * HQ + hq, m, mask=rows < length)
+        acc = outer_sum(acc, (off / past - m) / past, key_sums, BT, BN, DT, IP)
+        tl.store(means + (begin + rows) * HQ + hq, m * scale, mask=rows < length)
+    unit = scale * past / t
     if CORRECTION:
-        store_rows(out + head, acc / t[:, None], tile_begin, length, HQ, K, cols, BT)
+        store_rows(out + head, acc * unit[:, None], tile_begin, length, HQ, K, cols, BT)
     else:  # the cast halves what is held beside q; it rounds lam y, not q
-        change = (acc * (-gate / t)[:, None]).to(DT)
+        change = (acc * (-gate * unit)[:, None]).to(DT)
         q_tile = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
         clean = q_tile.to(tl.float32) * scale[:, None] + change.to(tl.float32)
         store_rows(out + head, clean, tile_begin, length, HQ, K, cols, BT)
@@ -513,15 +534,13 @@ def adjoint_kernel(
 def dk_kernel(
     q, weighted, k, k_rnorm, dk_bar, lift_q, lift_w, states, pulls, last_sum, cu, tile_offsets, chunk_offsets,
     pull_offsets, dk,
-    N, T, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles,
+    N, T, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles, spread,
     UNIT: tl.constexpr, BAR: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, CENTRED: tl.constexpr,
     PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """dk of one tile: R of the later chunks, and the queries of its own chunk that saw these keys."""
-    pid = tl.program_id(0)
-    tile = pid % tiles
-    h = pid // tiles
+    tile, h = schedule(tl.program_id(0), tiles, H, spread, S // BT, False)
     n, begin, length, _, tile_begin, chunk_begin, chunk, pull0 = tile_bounds(
         tile, cu, tile_offsets, chunk_offsets, pull_offsets, None, N, T, per_tiles, per_chunks, per_pulls,
         VARLEN, False, BT, S,
@@ -534,8 +553,10 @@ def dk_kernel(
     head = (begin * H + h) * K
     G = HQ // H
     acc = tl.zeros([BT, BK], tl.float32)
-    if LAST | (chunk_end < length):  # after the last chunk comes nothing
-        acc = read_state(k + head, states + (chunk * H + h) * K * K, tile_begin, length, H, K, BT, BK, BS, DT, IP)
+    state_rows = tl.where(LAST | (chunk_end < length), K, 0)  # after the last chunk comes nothing
+    acc = read_state(
+        acc, k + head, states + (chunk * H + h) * K * K, state_rows, tile_begin, length, H, K, BT, BK, BS, DT, IP
+    )
 
     keys = load_rows(k + head, tile_begin, length, H, K, cols, BT, DT)
     steps = (chunk_end - tile_begin + BN - 1) // BN
