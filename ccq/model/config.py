@@ -118,10 +118,9 @@ class CCQConfig(PretrainedConfig):
     def _check_together(self) -> None:
         if self.mixer == "attention":
             _divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
-            if self.hidden_size // self.num_heads % 2:
-                raise ValueError(
-                    f"num_heads: RoPE turns pairs, and heads of {self.hidden_size // self.num_heads} are odd"
-                )
+            size = self.hidden_size // self.num_heads
+            if size % 2:
+                raise ValueError(f"num_heads: expected heads of even size, for RoPE turns pairs; got heads of {size}")
             if self.num_kv_heads is not None:
                 _divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         if self.mixer == "mamba2":

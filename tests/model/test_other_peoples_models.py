@@ -1,4 +1,4 @@
-"""Our Transformer is transformers' Llama, our Mamba2 is its Mamba2: the same weights give the same logits and gradients."""
+"""Our Transformer is transformers' Llama, our Mamba2 its Mamba2: equal weights give equal logits and gradients."""
 
 from __future__ import annotations
 

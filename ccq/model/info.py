@@ -1,0 +1,153 @@
+"""`ccq info PRESET`: what a model weighs, remembers and computes, without making it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ccq.model.config import CCQConfig
+from ccq.model.decoder import CCQForCausalLM
+
+# bytes a parameter in training: fp32 weights and gradients, the two moments of AdamW in fp32
+WEIGHT_BYTES, OPTIMIZER_BYTES = 8, 8
+ACTIVATION_BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Info:
+    """Numbers of one model, at sequences of `length` tokens."""
+
+    config: CCQConfig
+    length: int
+    body: int  # parameters of the layers and the last norm
+    embedding: int  # parameters of embedding and head
+    state_bytes: int  # of one sequence
+    forward_flops: float  # a token
+    activation_bytes: float  # a token, kept for the backward without checkpointing; an estimate
+
+    @property
+    def train_flops(self) -> float:
+        """A token: the backward is two products for each one of the forward."""
+        return 3 * self.forward_flops
+
+    def training_bytes(self, tokens: int) -> float:
+        """On one device, with `tokens` in flight."""
+        return (self.body + self.embedding) * (WEIGHT_BYTES + OPTIMIZER_BYTES) + tokens * self.activation_bytes
+
+
+def info(config: CCQConfig, length: int = 4096) -> Info:
+    """The numbers of a model in bf16, which is made on the meta device: without memory.
+
+    >>> round(info(CCQConfig.preset("ccq-gla-1.3b")).state_bytes / 2**20, 1)
+    94.6
+    """
+    with torch.device("meta"):
+        model = CCQForCausalLM(config).to(torch.bfloat16)
+    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    embedding = sum(n for name, n in parameters.items() if name.startswith(("model.embed_tokens", "lm_head")))
+    products = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    mixers = [layer.mixer for layer in model.model.blocks()]
+    return Info(
+        config=config,
+        length=length,
+        body=sum(parameters.values()) - embedding,
+        embedding=embedding,
+        state_bytes=sum(mixer.state_bytes(length) for mixer in mixers),
+        forward_flops=2 * products + sum(mixer.flops(length) for mixer in mixers),
+        activation_bytes=ACTIVATION_BYTES * activations(model),
+    )
+
+
+def activations(model: CCQForCausalLM) -> int:
+    """Numbers a token leaves for the backward: what Linears put out, and what norms and output projections take in.
+
+    Left out: what is computed again (the product inside the SwiGLU, statistics of the cleaning, logits).
+    """
+    hidden = model.config.hidden_size
+    total = hidden
+    for layer in model.model.blocks():
+        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        read = max(
+            m.in_features for m in layer.mixer.modules() if isinstance(m, nn.Linear) and m.out_features == hidden
+        )
+        norms = 1 if model.config.intermediate_size is None else 2
+        total += sum(linear.out_features for linear in linears) + read + norms * hidden
+    return total
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq info", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "names", nargs="+", metavar="PRESET", help="such as ccq-gla-1.3b, or the folder of a checkpoint"
+    )
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in training (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    for name in ("length", "batch"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}: expected a positive number, got {getattr(arguments, name)}")
+    rows = []
+    for name in arguments.names:
+        try:
+            config = CCQConfig.from_pretrained(name) if Path(name).is_dir() else CCQConfig.preset(name)
+        except ValueError as error:
+            parser.error(str(error))
+        rows.append((name, info(config, arguments.length)))
+    show(rows, arguments.length, arguments.batch)
+    return 0
+
+
+def show(rows: list[tuple[str, Info]], length: int, batch: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    tokens = batch * length
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    for heading in ("model", "layers", "width", "body", "embeddings", "state", "FLOP a token", "to train"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
+    for header in ("weights, optimizer", "activations", "in all"):
+        table.add_column(header, justify="right")
+    for name, x in rows:
+        fixed = x.training_bytes(0)
+        table.add_row(
+            name,
+            str(x.config.num_hidden_layers),
+            str(x.config.hidden_size),
+            count(x.body),
+            count(x.embedding),
+            size(x.state_bytes),
+            count(x.forward_flops),
+            count(x.train_flops),
+            size(fixed),
+            size(x.training_bytes(tokens) - fixed),
+            size(x.training_bytes(tokens)),
+        )
+    console = Console()
+    if console.width < 150 and not console.is_terminal:
+        console = Console(width=150)  # a pipe has no width to keep to
+    console.print(table)
+    console.print(
+        f"State: of one sequence of {length:,} tokens, recurrent and covariance fp32, the rest bf16. Memory to train: "
+        f"{batch} x {length:,} tokens on one GPU,\nfp32 weights, gradients and AdamW moments ({WEIGHT_BYTES} + "
+        f"{OPTIMIZER_BYTES} bytes a parameter), bf16 activations without checkpointing: an estimate."
+    )
+
+
+def count(x: float) -> str:
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= scale:
+            return f"{x / scale:.3g} {unit}" if x < 1000 * scale else f"{x / scale:,.0f} {unit}"
+    return f"{x:.0f}"
+
+
+def size(x: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if x >= scale:
+            return f"{x / scale:.1f} {unit}"
+    return f"{x:.0f} B"

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from model_helpers import SYSTEMS, make_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
+
+from ccq import cli
+from ccq.model import CCQConfig
+from ccq.model.info import info
+
+
+def test_numbers_of_the_largest_model():
+    x = info(CCQConfig.preset("ccq-gla-1.3b"))
+    layer = 2 * 2048 * 1536 + 3 * 2048 * 3072 + 2048 * 16 + 16 * 1536 + 1536 + 512  # q k, v g o, decays, their norm
+    layer += 6 * 1536 + 6 + 3 * 2048 * 5632 + 2 * 2048  # the gate of the cleaning, the MLP, norms
+    assert x.body == 21 * layer + 2048
+    assert x.embedding == 2 * 32000 * 2048
+    assert x.state_bytes / 2**20 == pytest.approx(94.6, abs=0.05)
+    plain = info(CCQConfig.preset("gla-1.3b"))
+    assert 1.01 < x.train_flops / plain.train_flops < 1.03  # the cleaning: about 2%
+    # fla's GLA and Gated DeltaNet were measured at 60.9 and 63.4 GiB with 8 x 4096 tokens
+    assert plain.training_bytes(8 * 4096) / 2**30 == pytest.approx(60.9, rel=0.05)
+    gated_deltanet = info(CCQConfig.preset("gated-deltanet-1.3b"))
+    assert gated_deltanet.training_bytes(8 * 4096) / 2**30 == pytest.approx(63.4, rel=0.05)
+
+
+def test_tied_embeddings_count_once():
+    assert info(CCQConfig.preset("gla-tiny", tie_word_embeddings=True)).embedding == 256 * 64
+
+
+@pytest.mark.parametrize("system", ["transformer", "linear-attention"])
+def test_flops_are_those_of_the_products(system):
+    """Counted by PyTorch where it sees every product; a linear layer's share is the larger at this width."""
+    model = make_model(system)
+    length = 64
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens(1, length), use_cache=False)
+    counted = counter.get_total_flops() / length
+    estimated = info(model.config, length).forward_flops
+    assert estimated == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_has_numbers(system):
+    x = info(CCQConfig.preset(f"{system}-nano"))
+    assert x.forward_flops > 2 * x.body * 0.9
+    assert x.training_bytes(1) > 16 * x.body
+
+
+def test_the_command_shows_one_table(capsys):
+    assert cli.main(["info", "gla-1.3b", "ccq-gla-1.3b"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if "-1.3b" in line] == ["gla-1.3b", "ccq-gla-1.3b"]
+    assert "94.6 MiB" in out
+
+
+def test_the_command_reads_a_folder(tmp_path, capsys):
+    CCQConfig.preset("ccq-gla-tiny").save_pretrained(tmp_path)
+    assert cli.main(["info", str(tmp_path), "--length", "100", "--batch", "1"]) == 0
+    assert "100 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gla-13b"], "Did you mean 'gla-1.3b'?"),
+        (["gla-1.3b", "--length", "0"], "--length: expected a positive number"),
+    ],
+)
+def test_the_command_names_mistakes(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["info", *arguments])
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
