@@ -1,5 +1,6 @@
 """Sequence mixers, one file a backbone; `MIXERS` names them."""
 
+from ccq.mixers.attention import Attention
 from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, no_weight_decay, register
 from ccq.mixers.cleaning import QueryCleaner
 from ccq.mixers.gated_deltanet import GatedDeltaNet
@@ -9,6 +10,7 @@ from ccq.mixers.mamba2 import Mamba2
 
 __all__ = [
     "MIXERS",
+    "Attention",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedLinearAttention",

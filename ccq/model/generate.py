@@ -72,7 +72,8 @@ def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"{name}: there is no such folder")
     if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     else:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return tokenizer, AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return tokenizer, model.to(device).eval()

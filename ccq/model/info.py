@@ -47,7 +47,7 @@ def info(config: CCQConfig, length: int = 4096) -> Info:
     94.6
     """
     with torch.device("meta"):
-        model = CCQForCausalLM(config).to(torch.bfloat16)
+        model = CCQForCausalLM(config).bfloat16()
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     embedding = sum(n for name, n in parameters.items() if name.startswith(("model.embed_tokens", "lm_head")))
     products = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
