@@ -49,8 +49,7 @@ class Grid:
         self.blocks = across * (across + 1) // 2
         # where heads and blocks are too few for the chip, a sequence is scanned in segments, their sums first
         programs = self.sequences * self.key_heads * self.blocks
-        fit = max(1, min(4, SHARED_MEMORY // (4 * config.scan_stages * config.BR * config.BLK)))  # on a multiprocessor
-        self.segments = max(1, min(MOST_SEGMENTS, fit * processors(self.device) // programs, self.per_chunks))
+        self.segments = max(1, min(MOST_SEGMENTS, 2 * processors(self.device) // programs, self.per_chunks))
 
     def sizes(self) -> tuple[int, ...]:
         """Arguments that the kernels over tiles share."""
@@ -89,7 +88,6 @@ class Grid:
         launch(programs, totals, sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
-SHARED_MEMORY = 220 * 2**10  # bytes of a Hopper multiprocessor
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
 
 
