@@ -1,0 +1,49 @@
+"""Whole models for the benchmarks: presets with random weights, and the paper's numbers for them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from ccq.bench.results import RESULTS
+
+SYSTEMS = ("gla", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
+# the paper's, 1.3B on one H200, batch 8: prefill of 4K in ms, decoding in tokens/s
+PAPER = {
+    "gla": {"prefill_ms": 198, "decode_tok_s": 454},
+    "ccq-gla": {"prefill_ms": 217, "decode_tok_s": 298},
+    "gated-deltanet": {"prefill_ms": 189, "decode_tok_s": 457},
+    "ccq-gated-deltanet": {"prefill_ms": 204, "decode_tok_s": 297},
+}
+
+
+def parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
+    """The options that benchmarks of whole models share."""
+    parser = argparse.ArgumentParser(prog=f"ccq bench {prog}", description=(about or "").splitlines()[0])
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--size", default="1.3b")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
+    parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
+    parser.add_argument("--out", type=Path, default=RESULTS / out)
+    return parser
+
+
+def model(system: str, size: str):
+    """A preset in bf16 on the GPU, with random weights."""
+    from ccq.model import CCQConfig, CCQForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}")).bfloat16().eval()
+
+
+def tokens(made, batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return torch.randint(made.config.vocab_size, (batch, length), device="cuda", generator=generator)
+
+
+def backbone(system: str) -> str:
+    return system.removeprefix("ccq-")
