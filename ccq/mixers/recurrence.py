@@ -163,7 +163,7 @@ def _fla(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
             return additive(q, k, v, g, **options)
 
         if group > 1 and torch.is_grad_enabled():  # else q and k are kept once a value head: gigabytes for Mamba2
-            return checkpoint(run, q, k, v, g, use_reentrant=False)
+            return checkpoint(run, q, k, v, g, use_reentrant=False, preserve_rng_state=False)
         return run(q, k, v, g)
     if g is None and group == 1 and q.dtype != torch.float32:
         from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32

@@ -415,6 +415,41 @@ def test_cleaning_is_the_operator_between_gate_and_read():
     assert_close("y", mixer.output(o[None], x), mixer(x, Sequences(1))[0], 1e-12)
 
 
+def test_mamba2_is_its_equations_in_groups():
+    """Written out: heads 0, 1 read with C and B of group 0, heads 2, 3 with those of group 1; a norm for each group."""
+    mixer, x = build({"mixer": "mamba2", "conv_size": 4, "num_groups": 2, "clean": True}), tokens(1, 12)
+    gate, inner, dt = mixer.in_proj(x)[0].split([48, 48 + 32, 4], -1)
+    inner = F.conv1d(inner.T[None], mixer.conv1d.weight, mixer.conv1d.bias, padding=3, groups=80)[0, :, :12].T
+    values, b, c = F.silu(inner).split([48, 16, 16], -1)
+    values, b, c = values.view(12, 4, 12), b.view(12, 2, 8), c.view(12, 2, 8)
+    lam = torch.sigmoid(c.flatten(1) @ mixer.cleaner.gate_weight.T + mixer.cleaner.gate_bias)
+    b, c = unit_vector(b), unit_vector(c)
+    dt = F.softplus(dt + mixer.dt_bias)
+    y = torch.zeros(12, 4, 12, dtype=torch.float64)
+    for h in range(4):
+        state = torch.zeros(8, 12, dtype=torch.float64)
+        for t in range(12):
+            keys = b[: t + 1, h // 2]
+            sigma = keys.T @ keys / (t + 1) - torch.outer(keys.mean(0), keys.mean(0))
+            query = c[t, h // 2] - lam[t, h // 2] * sigma @ c[t, h // 2]
+            state = (-mixer.A_log[h].exp() * dt[t, h]).exp() * state + dt[t, h] * torch.outer(keys[-1], values[t, h])
+            y[t, h] = query @ state + mixer.D[h] * values[t, h]
+    y = (y.flatten(1) * F.silu(gate)).view(12, 2, 24)
+    y = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(1) * mixer.norm.weight
+    assert_close("y", mixer.out_proj(y)[None], mixer(x, Sequences(1))[0], 1e-12)
+
+
+def test_steps_watch_the_lam_of_the_raw_query():
+    """With a feature map, where the gate sees another query than the state."""
+    mixer, x = build(ALL["ccq gla, hedgehog"]), tokens(2, 3)
+    mixer.cleaner.record = True
+    mixer(x, Sequences(2))
+    whole, state = mixer.cleaner.lam, mixer.new_state(2, None, torch.float64)
+    for t in range(3):
+        mixer.step(x[:, t], state)
+        assert_close("lam", whole[:, t], mixer.cleaner.lam, 1e-12)
+
+
 # Parameters
 
 
