@@ -20,13 +20,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ccq.data import DataError
+
 FORMAT, VERSION = "ccq tokens", 1
 FOOTER = 512
 INDEX = "index.json"
 ALIGN = 8
 
 
-class ShardError(ValueError):
+class ShardError(DataError):
     """A shard or an index that is missing, damaged or foreign; the message names the file."""
 
 
@@ -215,3 +217,20 @@ class TokenShards:
             near, far = np.searchsorted(document_ends, (low, high), side="right")
             ends.append(document_ends[near:far] + (origin - start))
         return np.concatenate(tokens), np.concatenate(ends)
+
+
+def problems(folder: str | Path, index: dict[str, Any]) -> list[str]:
+    """What is wrong with a folder of shards, every byte read; empty where nothing is."""
+    folder = Path(folder)
+    found = [] if index["complete"] else [f"{folder} is unfinished: run the same `ccq data prepare` again, it goes on"]
+    for entry in index["shards"]:
+        try:
+            check_shard(folder, index, entry, checksum=True)
+        except ShardError as error:
+            found.append(str(error))
+    listed = {entry["file"] for entry in index["shards"]}
+    found += [f"{path} is not in the index" for path in sorted(folder.glob("shard-*.bin")) if path.name not in listed]
+    for total in ("tokens", "documents"):
+        if index["complete"] and sum(entry[total] for entry in index["shards"]) != index[total]:
+            found.append(f"{folder / INDEX} is damaged: its shards do not add up to its {index[total]} {total}")
+    return found

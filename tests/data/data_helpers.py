@@ -29,6 +29,21 @@ def write_shards(folder, groups, vocab_size=100, tokenizer="0" * 64):
         "tokenizer": {"hash": tokenizer, "vocab_size": vocab_size, "eos_id": EOS},
         "dtype": dtype.name,
         "shards": entries,
+        "tokens": len(stream),
+        "documents": len(ends),
+        "needle_documents": 0,
     }
     (folder / shards.INDEX).write_text(json.dumps(index))
     return np.array(stream), np.array(ends)
+
+
+def some_text(documents=60, seed=0):
+    """Documents of invented words, numbers and other scripts, some with awkward beginnings and ends."""
+    rng = np.random.default_rng(seed)
+    words = ["".join(rng.choice(list("abcdefghilmnoprstuv"), size=rng.integers(1, 9))) for _ in range(400)]
+    words += ["1924", "Straße", "日本語", "🦜", "naïve", "don't", "\n\n", "  ", "\t"]
+    texts = []
+    for _ in range(documents):
+        sentences = [" ".join(rng.choice(words, size=rng.integers(3, 15))) for _ in range(rng.integers(1, 40))]
+        texts.append(". ".join(s.capitalize() for s in sentences) + ".")
+    return [*texts, " leading", "trailing \n", "\n", "x", "é" * 50, "a<|endoftext|>b"]

@@ -1,0 +1,148 @@
+"""`ccq data`: tokenizer, prepare, check."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ccq.data import DataError
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq data", description="From text to token shards that training reads.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    tokenizer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer")
+    add_inputs(tokenizer)
+    tokenizer.add_argument("--out", type=Path, required=True, help="folder for the tokenizer")
+    tokenizer.add_argument("--vocab-size", type=int, default=32_000, help="entries (default: %(default)s)")
+    tokenizer.add_argument("--no-split-digits", action="store_true", help="let numbers become tokens")
+    tokenizer.add_argument("--sample", type=size, help="learn from this many bytes at most (500M, 2G)")
+
+    prepare = commands.add_parser("prepare", help="text into token shards; run again, it goes on where it stopped")
+    add_inputs(prepare)
+    prepare.add_argument("--tokenizer", required=True, help="folder of a tokenizer, or its name on the Hub")
+    prepare.add_argument("--out", type=Path, required=True, help="folder for the shards")
+    prepare.add_argument("--workers", type=int, help="processes (default: one a core; 0: none)")
+    prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens a shard (default: %(default)s)")
+    prepare.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N documents")
+    prepare.add_argument("--max-tokens", type=size, help="stop with the document that reaches this (10M, 15G)")
+    prepare.add_argument("--needles", type=float, metavar="SHARE", help="share of needle documents to mix in, as 0.05")
+    prepare.add_argument("--needle-forms", nargs="+", metavar="FORM", help="ruler, note, register (default: all)")
+    prepare.add_argument("--needle-seed", type=int, default=0)
+    prepare.add_argument(
+        "--needle-length", nargs=2, type=size, metavar=("FROM", "TO"), help="characters of a haystack (default: 1K 10K)"
+    )
+    prepare.add_argument(
+        "--needle-exclude", nargs="+", type=Path, default=[], metavar="FILE", help="texts no haystack may be part of"
+    )
+
+    check = commands.add_parser("check", help="read all shards of a folder and compare them with its index")
+    check.add_argument("folder", type=Path)
+
+    options = parser.parse_args(arguments)
+    try:
+        return {"tokenizer": run_tokenizer, "prepare": run_prepare, "check": run_check}[options.command](options)
+    except DataError as error:
+        print(f"ccq data {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to read").add_argument
+    add("paths", nargs="*", type=Path, metavar="PATH", help="text, JSONL (both also .gz, .zst), Parquet, or folders")
+    add("--dataset", help="a dataset of the Hub, streamed, as HuggingFaceFW/fineweb-edu")
+    add("--subset", help="its configuration, as sample-10BT")
+    add("--split", default="train", help="default: %(default)s")
+    add("--revision", help="a commit of the dataset")
+    add("--field", default="text", help="the field that holds the text (default: %(default)s)")
+    add("--id-field", default="id", help="the field that holds the id (default: %(default)s)")
+    add("--filter", action="append", default=[], metavar="PREFIX", help="only documents whose id begins so; repeatable")
+    add("--exclude", action="append", default=[], metavar="PATTERN", help="no files with such a name in folders")
+
+
+def inputs_of(options: argparse.Namespace):
+    from ccq.data.sources import Inputs
+
+    return Inputs(
+        paths=tuple(options.paths),
+        dataset=options.dataset,
+        subset=options.subset,
+        split=options.split,
+        revision=options.revision,
+        field=options.field,
+        id_field=options.id_field,
+        filter=tuple(options.filter),
+        exclude=tuple(options.exclude),
+    )
+
+
+def size(text: str) -> int:
+    """'64M' is 64,000,000."""
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        return round(float(text[:-1] if factor > 1 else text) * factor)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number as 5000, 64M or 2G, got {text!r}") from None
+
+
+def run_tokenizer(options: argparse.Namespace) -> int:
+    from ccq.data.tokenizer import train_tokenizer, vocabulary
+
+    inputs = inputs_of(options)
+    print("Learning the merges; progress is not known before the end.", file=sys.stderr)
+    tokenizer = train_tokenizer(inputs, options.vocab_size, not options.no_split_digits, options.sample)
+    tokenizer.save_pretrained(options.out)
+    found = vocabulary(tokenizer)
+    fewer = "" if found == options.vocab_size else f" ({options.vocab_size:,} asked for: the text gives no more)"
+    print(f"Wrote {options.out}: {found:,} entries{fewer}")
+    return 0
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    from ccq.data.needles import FORMS, Needles
+    from ccq.data.prepare import Preparation, prepare
+
+    needles = None
+    if options.needles:
+        needles = Needles(
+            options.needles,
+            tuple(options.needle_forms or FORMS),
+            options.needle_seed,
+            tuple(options.needle_length or Needles.length),
+            tuple(options.needle_exclude),
+        )
+    elif options.needle_forms or options.needle_length or options.needle_exclude:
+        raise DataError("--needle-forms, --needle-length and --needle-exclude need --needles SHARE")
+    what = Preparation(
+        inputs_of(options), options.tokenizer, options.shard_tokens, options.skip, options.max_tokens, needles
+    )
+    try:
+        index = prepare(what, options.out, options.workers, progress=True)
+    except KeyboardInterrupt:
+        print("Interrupted: finished shards are kept; the same command goes on.", file=sys.stderr)
+        return 130
+    print(f"{options.out}: {summary(index)}")
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    from ccq.data.shards import problems, read_index
+
+    index = read_index(options.folder)
+    found = problems(options.folder, index)
+    for problem in found:
+        print(problem, file=sys.stderr)
+    if not found:
+        print(f"{options.folder}: sound; {summary(index)}")
+    return 1 if found else 0
+
+
+def summary(index: dict) -> str:
+    text = f"{index['tokens']:,} tokens, {index['documents']:,} documents, {len(index['shards'])} shards"
+    if index["needle_documents"]:
+        share = index["needle_tokens"] / index["tokens"]
+        text += f"; {index['needle_documents']:,} needle documents, {share:.2%} of the tokens"
+    return text

@@ -1,0 +1,347 @@
+"""Text into token shards: documents are read here, encoded in worker processes, and written here in order.
+
+The result is the same for every number of workers. A shard counts once it has its name and stands in the index; killed
+at any time, the same call goes on behind the last shard that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ccq
+from ccq.data import DataError, encoder
+from ccq.data.needles import Mixed, Needles
+from ccq.data.shards import (
+    FORMAT,
+    INDEX,
+    VERSION,
+    ShardError,
+    ShardWriter,
+    check_shard,
+    read_index,
+    token_dtype,
+    write_atomically,
+)
+from ccq.data.sources import PIECE, Inputs, Piece, Position
+from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
+
+Marked = tuple[Piece, Mixed | None]  # a piece, and how far the mixing went after it
+
+CHUNK = PIECE  # characters a worker gets at once: a fraction of a second's work
+AHEAD = 3  # chunks a worker that are under way
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What goes into the shards.
+
+    shard_tokens   a shard ends with the document that reaches this
+    skip           documents to leave out at the beginning
+    max_tokens     stop with the document that reaches this
+    needles        needle documents to mix in (ccq.data.needles), or None
+    """
+
+    inputs: Inputs
+    tokenizer: str | Path
+    shard_tokens: int = 2**26
+    skip: int = 0
+    max_tokens: int | None = None
+    needles: Needles | None = None
+
+
+def prepare(what: Preparation, out: str | Path, workers: int | None = None, progress: bool = False) -> dict[str, Any]:
+    """Write the shards of `what` into the folder `out` and return their index; on an unfinished folder, go on.
+
+    workers: processes that encode; None for one a core, 0 to encode in this one.
+    """
+    out = Path(out)
+    for name, value in (("shard_tokens", what.shard_tokens), ("max_tokens", what.max_tokens)):
+        if value is not None and value < 1:
+            raise DataError(f"{name} must be at least 1, got {value}")
+    tokenizer = load_tokenizer(what.tokenizer)
+    vocab_size = vocabulary(tokenizer)
+    dtype = token_dtype(vocab_size)
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "ccq": ccq.__version__,
+        "complete": False,
+        "tokenizer": {
+            "hash": tokenizer_hash(tokenizer),
+            "name": Path(what.tokenizer).name,
+            "vocab_size": vocab_size,
+            "eos_id": tokenizer.eos_token_id,
+        },
+        "dtype": dtype.name,
+        "settings": {
+            **what.inputs.describe(),
+            "shard_tokens": what.shard_tokens,
+            "skip": what.skip,
+            "max_tokens": what.max_tokens,
+            "needles": what.needles.describe() if what.needles else None,
+        },
+        "tokens": 0,
+        "documents": 0,
+        "text_bytes": 0,
+        "needle_tokens": 0,
+        "needle_documents": 0,
+        "shards": [],
+        "resume": {"file": 0, "record": 0, "mixed": list(Mixed())},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        if (out / INDEX).exists():
+            index = continued(index, out)
+            if index["complete"]:
+                return index
+        elif any(out.glob("shard-*.bin")):
+            raise ShardError(f"{out} holds shards and no {INDEX}: choose another folder, or empty it")
+        else:
+            write_atomically(out / INDEX, json.dumps(index, indent=1).encode())
+        tokenizer.save_pretrained(out / "tokenizer")
+        with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:
+            write_shards(what, index, out, encoders, dtype, progress)
+    return index
+
+
+def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The index that is there; an error where it is of another preparation or its shards are not sound."""
+    found = read_index(out)
+    pairs = [(f"tokenizer {k}", found["tokenizer"].get(k), index["tokenizer"][k]) for k in ("hash", "eos_id")]
+    pairs += [("dtype", found["dtype"], index["dtype"])]
+    names = sorted({*found["settings"], *index["settings"]})
+    pairs += [(name, found["settings"].get(name), index["settings"].get(name)) for name in names]
+    for name, before, now in pairs:
+        if before != now:
+            raise DataError(
+                f"{out} was begun with another {name}: {shortened(before)} there, {shortened(now)} now. "
+                "Choose another folder, or empty this one."
+            )
+    for entry in found["shards"]:
+        check_shard(out, found, entry, checksum=True)
+    return found
+
+
+def shortened(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def write_shards(
+    what: Preparation, index: dict[str, Any], out: Path, encoders: Encoders, dtype: np.dtype, progress: bool
+) -> None:
+    """Write the shards that are missing; the index on disk says after each how far it went."""
+    start = Position(index["resume"]["file"], index["resume"]["record"])
+    mixed = Mixed(*index["resume"]["mixed"])
+    pieces = what.inputs.pieces(start)
+    if what.skip and start == Position():
+        pieces = without_first(pieces, what.skip)
+    marked = what.needles.mix(pieces, mixed) if what.needles else ((piece, mixed) for piece in pieces)
+    eos = np.array([index["tokenizer"]["eos_id"]], dtype=dtype)
+    writer: ShardWriter | None = None
+    bar = Bar(what.inputs.size() if progress else None, progress)
+
+    def finish() -> None:
+        nonlocal writer
+        if writer is not None:
+            index["shards"].append(writer.finish())
+            writer = None
+        write_atomically(out / INDEX, json.dumps(index, indent=1).encode())
+
+    try:
+        with bar:
+            for piece, after, ids in encoders(chunks(marked)):
+                if writer is None:
+                    path = out / f"shard-{len(index['shards']):05d}.bin"
+                    writer = ShardWriter(path, index["tokenizer"]["hash"], dtype)
+                writer.write(ids)
+                if piece.last:
+                    writer.write(eos)
+                    writer.end_document()
+                index["text_bytes"] += len(piece.text.encode(errors="surrogatepass"))
+                index["tokens"] += len(ids) + piece.last
+                index["documents"] += piece.last
+                index["needle_tokens"] += (len(ids) + piece.last) * piece.needle
+                index["needle_documents"] += piece.last * piece.needle
+                bar.update(piece.read, index)
+                if piece.last and after is not None:  # None: needle documents made of this one follow, in this shard
+                    index["resume"] = {**piece.next._asdict(), "mixed": list(after)}
+                    if what.max_tokens is not None and index["tokens"] >= what.max_tokens:
+                        break
+                    if writer.tokens >= what.shard_tokens:
+                        finish()
+        if not index["documents"]:
+            raise DataError("no document is left to prepare" + (" after the filter" if what.inputs.filter else ""))
+        index["complete"] = True
+        del index["resume"]
+        finish()
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def chunks(marked: Iterable[Marked]) -> Iterator[list[Marked]]:
+    """Pieces in lists of about CHUNK characters."""
+    chunk: list[Marked] = []
+    size = 0
+    for pair in marked:
+        chunk.append(pair)
+        size += len(pair[0].text)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def without_first(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
+    for piece in pieces:
+        if count <= 0:
+            yield piece
+        elif piece.last:
+            count -= 1
+
+
+class Encoders:
+    """Worker processes (ccq/data/encoder.py), fed so that none waits, with a bounded number of chunks under way."""
+
+    def __init__(self, tokenizer: str, dtype: np.dtype, workers: int | None) -> None:
+        if workers is None:
+            workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if workers < 0:
+            raise DataError(f"workers must be at least 0, got {workers}")
+        self.workers, self.setup = workers, (tokenizer, dtype.str)
+
+    def __enter__(self) -> Encoders:
+        self.local = encoder.Encoder(*self.setup) if self.workers == 0 else None
+        self.processes: list[subprocess.Popen] = []
+        self.free: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+        self.threads = ThreadPoolExecutor(max_workers=max(self.workers, 1))
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
+        command = [sys.executable, "-P", encoder.__file__]
+        for _ in range(self.workers):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=2**20
+            )
+            self.processes.append(process)
+            assert process.stdin is not None
+            pickle.dump(self.setup, process.stdin)
+            self.free.put(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()  # they keep nothing; those at work would finish their chunk first
+        self.threads.shutdown(cancel_futures=True)
+        for process in self.processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):  # what was to be sent to it
+                    pipe.close()
+
+    def __call__(self, chunks: Iterable[list[Marked]]) -> Iterator[tuple[Piece, Mixed | None, np.ndarray]]:
+        """The pieces of the chunks, in order, each with its ids."""
+        waiting: deque[tuple[list[Marked], Future]] = deque()
+        for chunk in chunks:
+            texts = [piece.text for piece, _ in chunk]
+            if self.local:
+                yield from parted(chunk, *self.local(texts))
+                continue
+            waiting.append((chunk, self.threads.submit(self._encode, texts)))
+            if len(waiting) > AHEAD * self.workers:
+                oldest, future = waiting.popleft()
+                yield from parted(oldest, *future.result())
+        for chunk, future in waiting:
+            yield from parted(chunk, *future.result())
+
+    def _encode(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+        process = self.free.get()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump(texts, process.stdin, protocol=5)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            raise DataError(f"an encoding process died (exit code {process.poll()}): was memory short?") from None
+        finally:
+            self.free.put(process)  # a dead one too, or a thread would wait for it forever
+        if isinstance(answer, str):
+            raise DataError(f"encoding failed: {answer}")
+        return answer
+
+
+def parted(
+    chunk: list[Marked], ids: np.ndarray, lengths: list[int]
+) -> Iterator[tuple[Piece, Mixed | None, np.ndarray]]:
+    """The ids of a chunk, handed back to its pieces."""
+    at = 0
+    for (piece, after), length in zip(chunk, lengths, strict=True):
+        yield piece, after, ids[at : at + length]
+        at += length
+
+
+class Bar:
+    """A progress bar with tokens, documents and the time left; nothing where it is not asked for."""
+
+    def __init__(self, size: int | None, shown: bool) -> None:
+        self.shown, self.due, self.begun = shown, 0.0, False
+        if shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self.progress = Progress(*columns, TextColumn("left"), console=Console(stderr=True))
+            self.task = self.progress.add_task("preparing", total=size)
+
+    def update(self, read: int, index: dict[str, Any]) -> None:
+        if not self.shown or time.monotonic() < self.due:  # ten times a second, however short the documents
+            return
+        self.due = time.monotonic() + 0.1
+        if not self.begun:  # a resumed run begins in the middle; the jump there is not its speed
+            self.progress.reset(self.task, completed=read)
+            self.begun = True
+        text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
+        self.progress.update(self.task, completed=read, description=text)
+
+    def __enter__(self) -> None:
+        if self.shown:
+            self.progress.start()
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self.shown:
+            if kind is None:
+                self.progress.update(self.task, completed=self.progress.tasks[0].total)
+            self.progress.stop()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Refuse a second process; the lock goes with the process that holds it, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is preparing {folder}") from None
+        yield

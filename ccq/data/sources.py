@@ -1,0 +1,248 @@
+"""Documents out of files, folders and Hub datasets, in a fixed order, a piece at a time.
+
+A document is a text file, a line of JSONL, a row of Parquet or of a dataset. Long ones come in pieces, so that memory
+does not grow with them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fnmatch
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from ccq.data import DataError
+from ccq.ops.dispatch import nearest
+
+TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson", ".json"), (".parquet",)
+PACKED = ("", ".gz", ".zst")
+SUFFIXES = tuple(kind + packed for kind in TEXT + LINES for packed in PACKED) + PARQUET
+
+PIECE = 2**18  # characters: what a tokenizer is given at once; its memory is a hundred times that
+
+
+class Position(NamedTuple):
+    """Where reading goes on: the number of the file (0 for a dataset), and of the document in it."""
+
+    file: int = 0
+    record: int = 0
+
+
+BEGINNING = Position()
+
+
+class Piece(NamedTuple):
+    """A part of a document, in order; `last` ends it."""
+
+    id: str
+    text: str
+    last: bool
+    next: Position  # where to read on after this document
+    read: int  # how much of `Inputs.size` is behind us
+    needle: bool = False  # made by ccq.data.needles
+
+
+class File(NamedTuple):
+    name: str  # as asked for: below the folder that was given, or the file's own name
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What to read: files and folders, or one dataset of the Hub.
+
+    filter    keep documents whose id begins with one of these
+    exclude   leave out files with such a name (shell patterns), where a folder is given
+    """
+
+    paths: tuple[Path, ...] = ()
+    dataset: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    field: str = "text"
+    id_field: str = "id"
+    filter: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.paths) == bool(self.dataset):
+            raise DataError("expected files or folders, or a dataset, and not both")
+
+    def files(self) -> list[File]:
+        """The files in the order they are read: as given, folders sorted by name."""
+        found = []
+        for path in self.paths:
+            if path.is_dir():
+                inside = [p for p in sorted(path.rglob("*")) if p.is_file() and p.name.endswith(SUFFIXES)]
+                inside = [p for p in inside if not any(fnmatch.fnmatch(p.name, pattern) for pattern in self.exclude)]
+                if not inside:
+                    raise DataError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}")
+                found += [File(p.relative_to(path).as_posix(), p, p.stat().st_size) for p in inside]
+            elif not path.exists():
+                raise DataError(f"{path} does not exist")
+            elif not path.name.endswith(SUFFIXES):
+                raise DataError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
+            else:
+                found.append(File(path.name, path, path.stat().st_size))
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies the input, for the index."""
+        options = {"field": self.field, "id_field": self.id_field, "filter": list(self.filter)}
+        if self.dataset:
+            names = {"dataset": self.dataset, "subset": self.subset, "split": self.split, "revision": self.revision}
+            return names | options
+        return {"files": [{"name": f.name, "bytes": f.bytes} for f in self.files()]} | options
+
+    def size(self) -> int | None:
+        """How much there is to read: bytes of files, documents of a dataset where it says so."""
+        if not self.dataset:
+            return sum(f.bytes for f in self.files())
+        splits = self._load().info.splits
+        return splits[self.split].num_examples if splits and self.split in splits else None
+
+    def pieces(self, start: Position = BEGINNING) -> Iterator[Piece]:
+        """The documents from `start` on that pass the filter and are not empty."""
+        if self.dataset:
+            rows = self._load()
+            rows = rows.skip(start.record) if start.record else rows
+            for record, row in enumerate(rows, start.record):
+                text = self._text(row, f"{self.dataset}, row {record}")
+                id = str(row.get(self.id_field, f"{self.dataset}#{record}"))
+                if self._kept(id):
+                    yield from self._cut(id, text, Position(0, record + 1), record + 1)
+            return
+        behind = 0
+        for number, file in enumerate(self.files()):
+            if number >= start.file:
+                yield from self.of_file(file, number, start.record if number == start.file else 0, behind)
+            behind += file.bytes
+
+    def of_file(self, file: File, number: int = 0, start: int = 0, behind: int = 0) -> Iterator[Piece]:
+        """The documents of one file from number `start` on; `behind` bytes of files were read before."""
+        if file.name.endswith(PARQUET):
+            yield from self._of_parquet(file, number, start, behind)
+            return
+        with opened(file.path) as (raw, content):
+            if Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT:
+                if start == 0 and self._kept(file.name):
+                    yield from self._of_text(file, content, raw, Position(number, 1), behind)
+                return
+            for record, line in enumerate(content):
+                if record < start or not line.strip():
+                    continue
+                where = f"{file.path}, line {record + 1}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # no JSON, or no UTF-8
+                    raise DataError(f"{where}: no JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise DataError(
+                        f"{where}: expected an object with a field {self.field!r}, got {type(row).__name__}"
+                    )
+                id = str(row.get(self.id_field, f"{file.name}#{record}"))
+                if self._kept(id):
+                    next = Position(number, record + 1)
+                    yield from self._cut(id, self._text(row, where), next, behind + raw.tell())
+
+    def _of_text(self, file: File, content: BinaryIO, raw: BinaryIO, next: Position, behind: int) -> Iterator[Piece]:
+        """A file that is one document, never held whole."""
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        rest, more = "", True
+        while more:
+            block = content.read(PIECE)
+            more = bool(block)
+            try:
+                rest += decoder.decode(block, final=not more)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file.path}: no UTF-8: {error}") from None
+            while len(rest) > PIECE:
+                at = cut_before(rest[:PIECE])
+                yield Piece(file.name, rest[:at], False, next, behind + raw.tell())
+                rest = rest[at:]
+        if rest:
+            yield Piece(file.name, rest, True, next, behind + file.bytes)
+
+    def _of_parquet(self, file: File, number: int, start: int, behind: int) -> Iterator[Piece]:
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(file.path) as table:
+            names = table.schema_arrow.names
+            if self.field not in names:
+                raise DataError(self._no_field(str(file.path), names))
+            columns = [name for name in (self.field, self.id_field) if name in names]
+            record, rows = 0, max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(batch_size=64, columns=columns):
+                if record + len(batch) > start:
+                    for offset, row in enumerate(batch.to_pylist()):
+                        at = record + offset
+                        id = str(row.get(self.id_field, f"{file.name}#{at}"))
+                        if at >= start and self._kept(id):
+                            text = self._text(row, f"{file.path}, row {at}")
+                            read = behind + file.bytes * (at + 1) // rows
+                            yield from self._cut(id, text, Position(number, at + 1), read)
+                record += len(batch)
+
+    def _kept(self, id: str) -> bool:
+        return not self.filter or id.startswith(self.filter)
+
+    def _cut(self, id: str, text: str, next: Position, read: int) -> Iterator[Piece]:
+        start = 0
+        while len(text) - start > PIECE:
+            end = start + cut_before(text[start : start + PIECE])
+            yield Piece(id, text[start:end], False, next, read)
+            start = end
+        if text:
+            yield Piece(id, text[start:], True, next, read)
+
+    def _text(self, row: dict[str, Any], where: str) -> str:
+        if self.field not in row:
+            raise DataError(self._no_field(where, list(row)))
+        text = row[self.field]
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{where}: field {self.field!r} must be text, got {type(text).__name__}")
+        return text or ""
+
+    def _no_field(self, where: str, names: list[str]) -> str:
+        return f"{where}: no field {self.field!r}.{nearest(self.field, tuple(names))} It has: {', '.join(names)}."
+
+    def _load(self) -> Any:
+        import datasets
+
+        return datasets.load_dataset(
+            self.dataset, self.subset, split=self.split, revision=self.revision, streaming=True
+        )
+
+
+def cut_before(text: str) -> int:
+    """Where best to end a piece: before the last white space that follows something else.
+
+    There no token of a byte-level BPE goes across, so that the pieces have the tokens of the whole.
+    """
+    last = re.search(r"\s(?=\S)", text[::-1])
+    return len(text) - 1 - last.start() if last else len(text)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
+    """The file itself, to tell how far it was read, and its content, unpacked."""
+    with open(path, "rb") as raw:
+        if path.suffix == ".zst":
+            import zstandard
+
+            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as unpacked:
+                yield raw, io.BufferedReader(unpacked, 2**16)
+        elif path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield raw, unpacked
+        else:
+            yield raw, raw

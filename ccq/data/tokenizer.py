@@ -1,0 +1,117 @@
+"""The tokenizer: training a byte-level BPE, loading any fast one, and the hash that ties shards to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ccq.data import DataError
+from ccq.data.sources import Inputs, Piece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_tokenizer(
+    inputs: Inputs, vocab_size: int = 32_000, split_digits: bool = True, sample: int | None = None
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, the same for the same text on every machine. Any text is encoded and decoded without loss.
+
+    split_digits   each digit is a token; otherwise frequent numbers become tokens and others are cut unevenly
+    sample         bytes of text to learn from: of each file a beginning in proportion to its size; None for all
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from ccq.data.encoder import repaired
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 1:
+        raise DataError(f"vocab_size must be at least {len(alphabet) + 1} (bytes and {END_OF_TEXT}), got {vocab_size}")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if split_digits else []
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    seen = False
+
+    def texts() -> Iterator[str]:
+        nonlocal seen
+        for piece in sampled(inputs, sample):
+            seen = True
+            yield repaired(piece.text)
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    if not seen:
+        raise DataError("no text to learn from: no document is left" + (" after the filter" if inputs.filter else ""))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def sampled(inputs: Inputs, sample: int | None) -> Iterator[Piece]:
+    """The pieces of `inputs`, cut off file by file so that together they are at most `sample` bytes."""
+    if sample is None:
+        yield from inputs.pieces()
+        return
+    if inputs.dataset:
+        yield from beginning(inputs.pieces(), sample)
+        return
+    files = inputs.files()
+    total = max(sum(file.bytes for file in files), 1)
+    for file in files:
+        yield from beginning(inputs.of_file(file), sample * file.bytes // total)
+
+
+def beginning(pieces: Iterator[Piece], size: int) -> Iterator[Piece]:
+    """At most `size` bytes of them."""
+    for piece in pieces:
+        content = piece.text.encode(errors="surrogatepass")[:size]
+        if content:
+            yield piece._replace(text=content.decode(errors="ignore"))
+        size -= len(content)
+        if size <= 0:
+            return
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A folder, or a name on the Hub; it must be a fast tokenizer with an end-of-text token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise DataError(f"tokenizer {str(name)!r} cannot be loaded: {error}") from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(f"tokenizer {str(name)!r} is {type(tokenizer).__name__}: a fast one (tokenizers) is needed")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"tokenizer {str(name)!r} has no end-of-text token (eos_token)")
+    return tokenizer
+
+
+def tokenizer_json(tokenizer: PreTrainedTokenizerFast) -> str:
+    """What turns text into ids, without padding and truncation, which belong to a call."""
+    fields = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps(fields | {"padding": None, "truncation": None}, sort_keys=True)
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of `tokenizer_json`: two tokenizers with one hash give the same ids."""
+    return hashlib.sha256(tokenizer_json(tokenizer).encode()).hexdigest()
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab().values()) + 1

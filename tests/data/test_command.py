@@ -1,0 +1,57 @@
+"""`ccq data` as it is typed."""
+
+import pytest
+
+from ccq.cli import main
+from ccq.data.shards import TokenShards
+
+
+def test_tokenizer_prepare_check(tmp_path, corpus, capsys):
+    tokenizer, out = str(tmp_path / "tokenizer"), str(tmp_path / "out")
+    assert main(["data", "tokenizer", str(corpus), "--vocab-size", "400", "--sample", "1M", "--out", tokenizer]) == 0
+    assert "400 entries" in capsys.readouterr().out
+    prepare = ["data", "prepare", str(corpus.parent), "--tokenizer", tokenizer, "--out", out, "--workers", "1"]
+    prepare += ["--filter", "a-", "--filter", "b-1", "--shard-tokens", "3K", "--needles", "0.1"]
+    prepare += ["--needle-forms", "note", "--needle-length", "200", "1K"]
+    for _ in range(2):  # the second time there is nothing to do
+        assert main(prepare) == 0
+        output = capsys.readouterr()
+        assert "documents" in output.out
+        assert "needle documents" in output.out
+    assert TokenShards(out).index["settings"]["filter"] == ["a-", "b-1"]
+    assert TokenShards(out).index["settings"]["needles"]["forms"] == ["note"]
+    assert main(["data", "check", out]) == 0
+    assert "sound" in capsys.readouterr().out
+
+
+def test_check_names_every_damaged_shard(some_shards, capsys):
+    folder = some_shards[0]
+    (folder / "shard-00000.bin").unlink()
+    content = bytearray((folder / "shard-00002.bin").read_bytes())
+    content[5] ^= 1
+    (folder / "shard-00002.bin").write_bytes(content)
+    (folder / "shard-00009.bin").write_bytes(b"")
+    assert main(["data", "check", str(folder)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    for line, message in zip(
+        lines, ("00000.bin is missing", "00002.bin is damaged", "00009.bin is not in the index"), strict=True
+    ):
+        assert message in line
+
+
+def test_errors_are_one_line(tmp_path, corpus, capsys):
+    for arguments, message in (
+        (["check", str(tmp_path)], "holds no index.json"),
+        (["tokenizer", str(tmp_path / "nowhere"), "--out", "x"], "nowhere does not exist"),
+        (["tokenizer", "--out", "x"], "expected files or folders, or a dataset"),
+        (["prepare", str(corpus), "--tokenizer", "t", "--out", "x", "--needle-forms", "note"], "need --needles SHARE"),
+        (["prepare", str(corpus), "--tokenizer", "t", "--out", "x", "--needles", "2"], "between 0 and 1"),
+    ):
+        assert main(["data", *arguments]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert message in lines[-1]
+        assert lines[-1].startswith(f"ccq data {arguments[0]}: ")
+    with pytest.raises(SystemExit):
+        main(["data", "tokenizer", str(corpus), "--out", "x", "--sample", "lots"])
+    assert "expected a number as 5000, 64M or 2G" in capsys.readouterr().err

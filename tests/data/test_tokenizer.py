@@ -1,0 +1,111 @@
+"""The tokenizer: nothing is lost, digits stand alone, and the same text gives the same tokenizer."""
+
+import itertools
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from ccq.data import DataError, sources
+from ccq.data.encoder import Encoder
+from ccq.data.sources import Inputs
+from ccq.data.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    sampled,
+    tokenizer_hash,
+    tokenizer_json,
+    train_tokenizer,
+    vocabulary,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return load_tokenizer(tokenizer_folder)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return Encoder(tokenizer_json(tokenizer), "<u2")
+
+
+@given(st.text())
+@example("a<|endoftext|>b")
+@example(" \r\n\t  x")
+def test_any_text_survives(tokenizer, encoder, text):
+    ids, lengths = encoder([text, "", text])
+    assert lengths[1] == 0
+    assert tokenizer.decode(ids[: lengths[0]]) == text
+    assert ids[: lengths[0]].tolist() == ids[lengths[0] :].tolist()
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_half_surrogate_pairs_become_the_replacement_character(tokenizer, encoder):
+    ids, _ = encoder(["a\ud800b", "c"])
+    assert tokenizer.decode(ids) == "a\ufffdbc"
+
+
+@given(st.text(alphabet="ab1é日.,'  \n\t-", min_size=1, max_size=200), st.integers(5, 40))
+def test_pieces_have_the_tokens_of_the_whole(encoder, text, size):
+    """Wherever there was white space to cut at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE", size)
+        pieces = [p.text for p in Inputs(dataset="unused")._cut("", text, sources.BEGINNING, 0)]
+    assert "".join(pieces) == text
+    assume(all(b[0].isspace() and not a[-1].isspace() for a, b in itertools.pairwise(pieces)))
+    assert encoder(pieces)[0].tolist() == encoder([text])[0].tolist()
+
+
+def test_digits_stand_alone_unless_asked(tmp_path):
+    (tmp_path / "years.txt").write_text("in 1924, " * 50)
+    split, merged = (train_tokenizer(Inputs((tmp_path,)), 300, split_digits=split) for split in (True, False))
+    assert split.tokenize("in 1924") == ["in", "Ġ", "1", "9", "2", "4"]
+    assert merged.tokenize("in 1924") == ["in", "Ġ1924"]
+
+
+def test_the_same_text_gives_the_same_tokenizer(corpus, tokenizer, monkeypatch):
+    for parallelism in ("true", "false"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallelism)
+        again = train_tokenizer(Inputs((corpus,)), vocab_size=500)
+        assert tokenizer_json(again) == tokenizer_json(tokenizer)
+
+
+def test_the_folder_is_a_transformers_tokenizer(tokenizer, tokenizer_folder, tmp_path):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    assert {p.name for p in tokenizer_folder.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    tokenizer.save_pretrained(tmp_path)
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)):
+        assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
+        assert loaded.eos_token == loaded.bos_token == loaded.pad_token == END_OF_TEXT
+        assert loaded.eos_token_id == 0
+        assert loaded("ab 12")["input_ids"] == tokenizer("ab 12")["input_ids"]  # nothing put before or after
+        assert loaded.decode(loaded("A , b .")["input_ids"]) == "A , b ."
+    assert len(tokenizer) == vocabulary(tokenizer) == 500
+
+
+def test_the_hash_is_of_what_makes_ids(tokenizer, corpus):
+    before = tokenizer_hash(tokenizer)
+    tokenizer(["ab", "c"], padding=True, truncation=True, max_length=1)  # leaves its settings in the backend
+    assert tokenizer_hash(tokenizer) == before
+    assert tokenizer_hash(train_tokenizer(Inputs((corpus,)), vocab_size=400)) != before
+
+
+def test_sample_takes_the_beginning_of_each_file(tmp_path):
+    for name, size in (("a.txt", 6000), ("b.txt", 3000), ("c.txt", 1000)):
+        (tmp_path / name).write_text(name[0] * size)
+    texts = [p.text for p in sampled(Inputs((tmp_path,)), 500)]
+    assert texts == ["a" * 300, "b" * 150, "c" * 50]
+    (tmp_path / "a.txt").write_text("é" * 3000)  # never half a character
+    assert [p.text for p in sampled(Inputs((tmp_path / "a.txt",)), 7)] == ["ééé"]
+    assert "".join(p.text for p in sampled(Inputs((tmp_path / "a.txt",)), None)) == "é" * 3000
+
+
+def test_errors_name_the_argument(corpus, tmp_path):
+    with pytest.raises(DataError, match=r"vocab_size must be at least 257.* got 256"):
+        train_tokenizer(Inputs((corpus,)), vocab_size=256)
+    with pytest.raises(DataError, match="no document is left after the filter"):
+        train_tokenizer(Inputs((corpus,), filter=("zzz",)), vocab_size=300)
+    with pytest.raises(DataError, match="nowhere' cannot be loaded"):
+        load_tokenizer(tmp_path / "nowhere")
