@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import register
 from ccq.mixers.key_value import KeyValueMixer
+from ccq.ops.dispatch import resolve
 from ccq.ops.reference import stats_dtype
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ class GatedDeltaNet(KeyValueMixer):
         self.fill("dt_bias", inverse_softplus_of_times_)
 
     def write(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
-        return log_decay(self.a_proj(x), self.A_log, self.dt_bias)[0], high(self.b_proj(x)).sigmoid()
+        a, b = self.a_proj(x), self.b_proj(x)
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not a.numel()
+        if not plain and resolve(self.config.backend, a.device, a.dtype, 1) == "triton":
+            from ccq.mixers import fused_gates  # imports Triton
+
+            return fused_gates.gates(a, b, self.A_log, self.dt_bias)
+        return log_decay(a, self.A_log, self.dt_bias)[0], high(b).sigmoid()
 
 
 def high(x: Tensor) -> Tensor:
