@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ccq.ops.checks import check_borders
 from ccq.ops.chunk import exact_matmul
@@ -79,8 +78,12 @@ def recurrence(
         sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = _start(initial_state, sequences, q, v) if output_final_state else None
         return v * 1, state  # no tokens: empty, but a function of v for autograd
-    run = _fla if resolve(backend, q.device, q.dtype, q.shape[-1], beta is not None) == "triton" else _chunkwise
-    return run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+    arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+    if resolve(backend, q.device, q.dtype, q.shape[-1], beta is not None) == "triton":
+        from ccq.mixers import fused_recurrence
+
+        return fused_recurrence.run(*arguments)
+    return _chunkwise(*arguments)
 
 
 def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> float:
@@ -95,12 +98,14 @@ def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> fl
 
 # Which of the two runs
 
+FLA = importlib.util.find_spec("fla") is not None  # looked for once, and not inside what a compiler traces
+
 
 def fla_refuses(device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str | None:
     """Why fla's kernels cannot take this call, or None."""
     if device.type != "cuda":
         return f"tensors on {device.type} are not on an NVIDIA GPU"
-    if importlib.util.find_spec("fla") is None:
+    if not FLA:
         return "fla is not installed (pip install 'ccq[gpu]')"
     if dtype == torch.float64:
         return "fla computes in fp32, and float64 asks for fp64 states"
@@ -109,14 +114,8 @@ def fla_refuses(device: torch.device, dtype: torch.dtype, key_size: int, delta: 
     return None
 
 
-@torch.compiler.assume_constant_result  # so that the compiler does not look into the search for packages
 def resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str:
-    """ "chunk" or "triton": which of the two runs."""
-    return _resolve(backend, device, dtype, key_size, delta)
-
-
-@functools.cache  # so that a fallback warns once for each reason
-def _resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str:
+    """ "chunk" or "triton": what runs `backend` here."""
     if backend == "chunk":
         return "chunk"
     refusal = fla_refuses(device, dtype, key_size, delta)
@@ -128,51 +127,18 @@ def _resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: i
             "backend='chunk' runs anywhere; backend='auto' picks the best that can run."
         )
     if device.type == "cuda":
-        warnings.warn(
-            f"ccq runs the recurrence on {torch.cuda.get_device_name(device)} through backend='chunk' (plain PyTorch, "
-            f"many times slower than fla's kernels): {refusal}. `ccq doctor` says what to change.",
-            BackendFallbackWarning,
-            stacklevel=2,
-        )
+        _warn_once(f"on {torch.cuda.get_device_name(device)}", refusal)
     return "chunk"
 
 
-# fla's kernels
-
-
-@torch.compiler.disable
-def _fla(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
-    """The same by fla. Its states are [N, Hv, K, V] too; `beta` and `g` are fp32 or the dtype of q."""
-    options = {
-        "scale": scale,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.long(),
-    }
-    group = v.shape[2] // q.shape[2]
-    if beta is None:
-        if g is not None and g.ndim == 4:
-            from fla.ops.gla import chunk_gla as additive
-        else:
-            from fla.ops.simple_gla import chunk_simple_gla as additive
-
-        def run(q, k, v, g):
-            if group > 1:
-                q, k = (x.repeat_interleave(group, 2) for x in (q, k))
-                g = g if g is None or g.ndim == 3 else g.repeat_interleave(group, 2)
-            return additive(q, k, v, g, **options)
-
-        if group > 1 and torch.is_grad_enabled():  # else q and k are kept once a value head: gigabytes for Mamba2
-            return checkpoint(run, q, k, v, g, use_reentrant=False, preserve_rng_state=False)
-        return run(q, k, v, g)
-    if g is None and group == 1 and q.dtype != torch.float32:
-        from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32
-
-        return chunk_delta_rule(q, k, v, beta, **options)
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
-    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
+@functools.cache
+def _warn_once(where: str, refusal: str) -> None:
+    warnings.warn(
+        f"ccq runs the recurrence {where} through backend='chunk' (plain PyTorch, many times slower than fla's "
+        f"kernels): {refusal}. `ccq doctor` says what to change.",
+        BackendFallbackWarning,
+        stacklevel=4,
+    )
 
 
 # Plain PyTorch

@@ -1,0 +1,41 @@
+"""The recurrence by fla's kernels. Imported where they run: torch.compiler.disable loads half of the compiler."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+@torch.compiler.disable
+def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
+    """As `recurrence`, for arguments it has checked. fla keeps its states as [N, Hv, K, V] too."""
+    options = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.long(),
+    }
+    group = v.shape[2] // q.shape[2]
+    if beta is None:
+        if g is not None and g.ndim == 4:
+            from fla.ops.gla import chunk_gla as additive
+        else:
+            from fla.ops.simple_gla import chunk_simple_gla as additive
+
+        def expanded(q, k, v, g):
+            if group > 1:
+                q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+                g = g if g is None or g.ndim == 3 else g.repeat_interleave(group, 2)
+            return additive(q, k, v, g, **options)
+
+        if group > 1 and torch.is_grad_enabled():  # else q and k are kept once a value head: gigabytes for Mamba2
+            return checkpoint(expanded, q, k, v, g, use_reentrant=False, preserve_rng_state=False)
+        return expanded(q, k, v, g)
+    if g is None and group == 1 and q.dtype != torch.float32:
+        from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32
+
+        return chunk_delta_rule(q, k, v, beta, **options)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
+    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
