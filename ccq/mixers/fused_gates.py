@@ -23,7 +23,8 @@ def _gates(a, b, A_log, dt_bias, g, beta, size, H, BLOCK: tl.constexpr):
     x = tl.load(a + at, mask=inside, other=0.0).to(tl.float32) + tl.load(dt_bias + head, mask=inside, other=0.0)
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
-    softplus = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))  # log(1 + e) with the digits of a small e
+    # log(1 + e) with the digits of a small e
+    softplus = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     dt = tl.where(x > 20.0, x, softplus)
     tl.store(g + at, -tl.exp(tl.load(A_log + head, mask=inside, other=0.0)) * dt, mask=inside)
     tl.store(beta + at, tl.sigmoid(tl.load(b + at, mask=inside, other=0.0).to(tl.float32)), mask=inside)
