@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
+from ccq.bench.live import LiveTable
 from ccq.bench.results import provenance, write
 from ccq.bench.timing import graph_time, wall_time
 
@@ -33,43 +34,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(argv)
     rows: list[dict] = []
-    for system in args.systems.split(","):
-        model = systems.model(system, args.size)
-        prompt = systems.tokens(model, args.batch, args.prompt)
-        if args.warm:
-            generate_seconds(model, prompt, 4)
+    columns = ("system", "step ms", "added ms", "step tok/s", "generate tok/s", "plain ms", "paper tok/s")
+    with LiveTable("decoding with whole models", *columns) as table:
+        for system in args.systems.split(","):
+            model = systems.model(system, args.size)
+            prompt = systems.tokens(model, args.batch, args.prompt)
+            if args.warm:
+                generate_seconds(model, prompt, 4)
+                del model
+                torch.cuda.empty_cache()
+                continue
+            with torch.no_grad():
+                cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+                last = prompt[:, -1].contiguous()
+
+                def call(model=model, cache=cache, last=last):
+                    model.decode(last, cache.states, cache.rows)
+
+                step, plain = graph_time(call, inner=2, repeats=20), wall_time(call)
+            del cache, call
+            generate_seconds(model, prompt, 8)  # captures its graph
+            short, long = (
+                min(generate_seconds(model, prompt, new) for _ in range(2)) for new in (8, 8 + args.tokens)
+            )  # the difference is decoding alone
+            row = {
+                "system": system, "size": args.size, "B": args.batch, "prompt": args.prompt, "dtype": "bfloat16",
+                "step_ms": step._asdict(), "plain_ms": plain._asdict(),
+                "step_tok_s": 1e3 * args.batch / step.median,
+                "generate_tok_s": args.batch * args.tokens / (long - short),
+                "paper_tok_s": systems.PAPER.get(system, {}).get("decode_tok_s"),
+            }  # fmt: skip
+            rows.append(row)
+            base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
+            table.add(
+                system, f"{step.median:.3f}", f"{step.median - base['step_ms']['median']:+.3f}",
+                f"{row['step_tok_s']:.0f}", f"{row['generate_tok_s']:.0f}", f"{plain.median:.2f}", row["paper_tok_s"] or "-",
+            )  # fmt: skip
             del model
             torch.cuda.empty_cache()
-            continue
-        with torch.no_grad():
-            cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
-            last = prompt[:, -1].contiguous()
-
-            def call(model=model, cache=cache, last=last):
-                model.decode(last, cache.states, cache.rows)
-
-            step, plain = graph_time(call, inner=2, repeats=20), wall_time(call)
-        del cache, call
-        generate_seconds(model, prompt, 8)  # captures its graph
-        short, long = (
-            min(generate_seconds(model, prompt, new) for _ in range(2)) for new in (8, 8 + args.tokens)
-        )  # the difference is decoding alone
-        row = {
-            "system": system, "size": args.size, "B": args.batch, "prompt": args.prompt, "dtype": "bfloat16",
-            "step_ms": step._asdict(), "plain_ms": plain._asdict(),
-            "step_tok_s": 1e3 * args.batch / step.median, "generate_tok_s": args.batch * args.tokens / (long - short),
-            "paper_tok_s": systems.PAPER.get(system, {}).get("decode_tok_s"),
-        }  # fmt: skip
-        rows.append(row)
-        base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
-        print(
-            f"{system:<20} step {step.median:6.3f} ms (+{step.median - base['step_ms']['median']:.3f})"
-            f"  {row['step_tok_s']:7.0f} tok/s   generate {row['generate_tok_s']:7.0f} tok/s"
-            f"   plain {plain.median:6.2f} ms   paper {row['paper_tok_s']} tok/s",
-            flush=True,
-        )
-        del model
-        torch.cuda.empty_cache()
     if not args.warm:
         write(args.out, {**provenance(), "note": args.note, "rows": rows})
     return 0

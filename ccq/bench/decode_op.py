@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ccq.bench.live import LiveTable
 from ccq.bench.op import measure_ceilings
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.bench.timing import graph_time
@@ -108,28 +109,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     ceilings = measure_ceilings()
     rows: list[dict] = []
-    for backbone in args.backbones.split(","):
-        for batch in (int(n) for n in args.batches.split(",")):
-            layer = Layer(backbone, batch, args.heads, args.key_size, args.value_size)
-            for variant in args.variants.split(","):
-                with torch.no_grad():
-                    timing = graph_time(layer.call(variant), inner=4 * layer.copies, repeats=20)
-                moved = layer.bytes(variant in ("composed", "ours"))
-                rate = moved / (1e-3 * timing.median)
-                row = {
-                    "backbone": backbone, "variant": variant, "B": batch, "H": args.heads, "K": args.key_size,
-                    "V": args.value_size, "dtype": "bfloat16", "ms": timing._asdict(), "bytes": moved,
-                    "byte_per_s": rate, "copies": layer.copies,
-                }  # fmt: skip
-                rows.append(row)
-                control = next(
-                    (r for r in rows if (r["backbone"], r["B"], r["variant"]) == (backbone, batch, "unit")), row
-                )
-                print(
-                    f"{backbone} {variant:<9} batch {batch:<4} {1e3 * timing.median:8.2f} us "
-                    f"({timing.median / control['ms']['median']:.3f})  {moved / 2**20:7.1f} MiB  {rate / 1e12:.2f} TB/s"
-                    f"  {rate / ceilings['byte_per_s']:.2f} of a copy",
-                    flush=True,
-                )
+    columns = ("layer", "with", "batch", "us", "ratio", "MiB", "TB/s", "of a copy")
+    with LiveTable("one token of a layer; ratios to the backbone with unit q and k", *columns) as table:
+        for backbone in args.backbones.split(","):
+            for batch in (int(n) for n in args.batches.split(",")):
+                layer = Layer(backbone, batch, args.heads, args.key_size, args.value_size)
+                for variant in args.variants.split(","):
+                    with torch.no_grad():
+                        timing = graph_time(layer.call(variant), inner=4 * layer.copies, repeats=20)
+                    moved = layer.bytes(variant in ("composed", "ours"))
+                    rate = moved / (1e-3 * timing.median)
+                    row = {
+                        "backbone": backbone, "variant": variant, "B": batch, "H": args.heads, "K": args.key_size,
+                        "V": args.value_size, "dtype": "bfloat16", "ms": timing._asdict(), "bytes": moved,
+                        "byte_per_s": rate, "copies": layer.copies,
+                    }  # fmt: skip
+                    rows.append(row)
+                    control = next(
+                        (r for r in rows if (r["backbone"], r["B"], r["variant"]) == (backbone, batch, "unit")), row
+                    )
+                    ratio = timing.median / control["ms"]["median"]
+                    table.add(
+                        backbone, variant, batch, f"{1e3 * timing.median:.2f}", f"{ratio:.3f}", f"{moved / 2**20:.1f}",
+                        f"{rate / 1e12:.2f}", f"{rate / ceilings['byte_per_s']:.2f}",
+                    )  # fmt: skip
     write(args.out, {**provenance(), "timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
     return 0

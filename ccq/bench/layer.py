@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
+from ccq.bench.live import LiveTable
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.bench.timing import graph_time, wall_time
 from ccq.ops import gate
@@ -117,39 +118,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_h200.json")
     args = parser.parse_args(argv)
     rows = []
-    for backbone in args.backbones.split(","):
-        for variant in args.variants.split(","):
-            if backbone == "gdn" and variant == "unit":
-                continue  # fla's Gated DeltaNet is that
-            layer = make_layer(backbone, variant)
-            for column, (backward, length) in enumerate(((True, 4096), (False, 4096), (False, 8192))):
-                call = calls(layer, length, backward)
-                if args.warm:
-                    call()
-                    torch.cuda.synchronize()
-                    continue
-                row: dict = {
-                    "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16",
-                    "pass": "forward and backward" if backward else "forward",
-                    "graph_ms": graph_time(call, inner=3)._asdict(), "wall_ms": wall_time(call)._asdict(),
-                    "peak_bytes": peak_memory(call),
-                    "paper_ms": PAPER.get((backbone, variant), (None, None, None))[column],
-                }  # fmt: skip
-                rows.append(row)
-                control = next(
-                    r for r in rows
-                    if r["backbone"] == backbone and (r["pass"], r["T"]) == (row["pass"], length)
-                    and r["variant"] == ("unit" if backbone == "gla" and variant != "fla" else "fla")
-                )  # fmt: skip
-                graph, wall = row["graph_ms"]["median"], row["wall_ms"]["median"]
-                print(
-                    f"{backbone} {variant:<9} {row['pass']:<21} T {length:<5}"
-                    f" graph {graph:7.3f} ms ({graph / control['graph_ms']['median']:.3f})"
-                    f"   wall {wall:7.3f} ({wall / control['wall_ms']['median']:.3f})"
-                    f"   peak {row['peak_bytes'] / 2**20:6.0f} MiB ({row['peak_bytes'] / control['peak_bytes']:.3f})"
-                    f"   paper {row['paper_ms'] or '-'}",
-                    flush=True,
-                )
+    columns = (
+        "layer",
+        "with",
+        "pass",
+        "tokens",
+        "graph ms",
+        "ratio",
+        "wall ms",
+        "ratio",
+        "peak MiB",
+        "ratio",
+        "paper ms",
+    )
+    with LiveTable("a layer at the 1.3B shape, batch 1; ratios to the backbone with unit q and k", *columns) as table:
+        for backbone in args.backbones.split(","):
+            for variant in args.variants.split(","):
+                if backbone == "gdn" and variant == "unit":
+                    continue  # fla's Gated DeltaNet is that
+                layer = make_layer(backbone, variant)
+                for column, (backward, length) in enumerate(((True, 4096), (False, 4096), (False, 8192))):
+                    call = calls(layer, length, backward)
+                    if args.warm:
+                        call()
+                        torch.cuda.synchronize()
+                        continue
+                    row: dict = {
+                        "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16",
+                        "pass": "forward and backward" if backward else "forward",
+                        "graph_ms": graph_time(call, inner=3)._asdict(), "wall_ms": wall_time(call)._asdict(),
+                        "peak_bytes": peak_memory(call),
+                        "paper_ms": PAPER.get((backbone, variant), (None, None, None))[column],
+                    }  # fmt: skip
+                    rows.append(row)
+                    control = next(
+                        r for r in rows
+                        if r["backbone"] == backbone and (r["pass"], r["T"]) == (row["pass"], length)
+                        and r["variant"] == ("unit" if backbone == "gla" and variant != "fla" else "fla")
+                    )  # fmt: skip
+                    graph, wall = row["graph_ms"]["median"], row["wall_ms"]["median"]
+                    table.add(
+                        backbone, variant, row["pass"], length,
+                        f"{graph:.3f}", f"{graph / control['graph_ms']['median']:.3f}",
+                        f"{wall:.3f}", f"{wall / control['wall_ms']['median']:.3f}",
+                        f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_bytes'] / control['peak_bytes']:.3f}",
+                        row["paper_ms"] or "-",
+                    )  # fmt: skip
     if not args.warm:
         shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
         write(args.out, {**provenance(), "note": args.note, "shape": shape, "rows": rows})

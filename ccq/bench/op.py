@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ccq.bench.live import LiveTable
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.bench.timing import graph_time
-from ccq.ops import clean_query
+from ccq.ops import clean_query, gate
 
+PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows
 
 
@@ -59,17 +61,24 @@ def ours(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     return clean_query(q, k, lam, backend="triton")[:2]
 
 
+def gated(q: Tensor, k: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return clean_query(q, k, gate(q, weight, bias, backend="triton"), backend="triton")[:2]
+
+
 def calls(function: Callable, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:
     """Forward, and forward with backward, on fixed inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, length, heads, size)
     q, k, g, h = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
     lam = torch.rand(shape[:-1], device="cuda", generator=generator)
-    leaves = [x.clone().requires_grad_() for x in (q, k, lam)]
+    inputs = [q, k, lam]
+    if function is gated:
+        inputs[2:] = torch.randn(heads, heads * size, device="cuda") / size, torch.zeros(heads, device="cuda")
+    leaves = [x.clone().requires_grad_() for x in inputs]
 
     def forward() -> None:
         with torch.no_grad():
-            function(q, k, lam)
+            function(*inputs)
 
     def both() -> None:
         torch.autograd.grad(function(*leaves), leaves, [g, h])
@@ -85,29 +94,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--composed", action="store_true", help="also the one composed from fla's ops")
     parser.add_argument("--out", type=Path, default=RESULTS / "op_h200.json")
     args = parser.parse_args(argv)
+    functions = [("ours", ours), ("with gate", gated), *([("composed", composed)] if args.composed else [])]
     ceilings = measure_ceilings()
     rows = []
-    print(f"{ceilings['flop_per_s'] / 1e12:.0f} TFLOP/s, {ceilings['byte_per_s'] / 1e12:.2f} TB/s; microseconds")
-    for shape in args.shapes.split(","):
-        batch, length = (int(n) for n in shape.split("x"))
-        tokens = batch * length * args.heads
-        for name, function in (("ours", ours), *([("composed", composed)] if args.composed else [])):
-            for backward, call in enumerate(calls(function, batch, length, args.heads, args.key_size)):
-                timing = graph_time(call, inner=3)
-                floor = max(
-                    floor_flop(tokens, args.key_size, bool(backward)) / ceilings["flop_per_s"],
-                    floor_bytes(tokens, args.key_size, bool(backward)) / ceilings["byte_per_s"],
-                )
-                row = {
-                    "name": name, "pass": "forward and backward" if backward else "forward", "B": batch, "T": length,
-                    "H": args.heads, "K": args.key_size, "dtype": "bfloat16", "ms": timing._asdict(),
-                    "floor_ms": 1e3 * floor,
-                }  # fmt: skip
-                rows.append(row)
-                print(
-                    f"{name:<9} {row['pass']:<21} B {batch:<3} T {length:<6} {1e3 * timing.median:9.1f}"
-                    f"   floor {1e6 * floor:8.1f}   {1e-3 * timing.median / floor:5.2f} times",
-                    flush=True,
-                )
+    title = (
+        f"microseconds; floor at {ceilings['flop_per_s'] / 1e12:.0f} TFLOP/s, {ceilings['byte_per_s'] / 1e12:.2f} TB/s"
+    )
+    with LiveTable(title, "cleaning", "pass", "batch", "tokens", "us", "floor", "over it") as table:
+        for shape in args.shapes.split(","):
+            batch, length = (int(n) for n in shape.split("x"))
+            tokens = batch * length * args.heads
+            for name, function in functions:
+                for backward, call in enumerate(calls(function, batch, length, args.heads, args.key_size)):
+                    timing = graph_time(call, inner=3)
+                    floor = max(
+                        floor_flop(tokens, args.key_size, bool(backward)) / ceilings["flop_per_s"],
+                        floor_bytes(tokens, args.key_size, bool(backward)) / ceilings["byte_per_s"],
+                    )
+                    row = {
+                        "name": name, "pass": PASSES[backward], "B": batch, "T": length, "H": args.heads,
+                        "K": args.key_size, "dtype": "bfloat16", "ms": timing._asdict(),
+                        "floor_ms": 1e3 * floor,
+                    }  # fmt: skip
+                    rows.append(row)
+                    us = 1e3 * timing.median
+                    table.add(
+                        name, row["pass"], batch, length, f"{us:.1f}", f"{1e6 * floor:.1f}", f"{1e-6 * us / floor:.2f}"
+                    )
     write(args.out, {**provenance(), "timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
     return 0

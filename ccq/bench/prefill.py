@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
+from ccq.bench.live import LiveTable
 from ccq.bench.results import provenance, write
 from ccq.bench.timing import wall_time
 
@@ -19,34 +20,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=4096)
     args = parser.parse_args(argv)
     rows: list[dict] = []
-    for system in args.systems.split(","):
-        model = systems.model(system, args.size)
-        prompt = systems.tokens(model, args.batch, args.length)
+    with LiveTable("prefill of whole models", "system", "ms", "over backbone", "peak GiB", "paper ms") as table:
+        for system in args.systems.split(","):
+            model = systems.model(system, args.size)
+            prompt = systems.tokens(model, args.batch, args.length)
 
-        @torch.inference_mode()
-        def call(model=model, prompt=prompt):
-            model(prompt, use_cache=True, logits_to_keep=1)
+            @torch.inference_mode()
+            def call(model=model, prompt=prompt):
+                model(prompt, use_cache=True, logits_to_keep=1)
 
-        if args.warm:
-            call()
-            torch.cuda.synchronize()
-        else:
-            torch.cuda.reset_peak_memory_stats()
-            timing = wall_time(call, repeats=10, warmup=3)
-            row = {
-                "system": system, "size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16",
-                "wall_ms": timing._asdict(), "peak_bytes": torch.cuda.max_memory_allocated(),
-                "paper_ms": systems.PAPER.get(system, {}).get("prefill_ms"),
-            }  # fmt: skip
-            rows.append(row)
-            base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
-            print(
-                f"{system:<20} {timing.median:8.1f} ms ({timing.median / base['wall_ms']['median']:.3f})"
-                f"   peak {row['peak_bytes'] / 2**30:.1f} GiB   paper {row['paper_ms']}",
-                flush=True,
-            )
-        del model, prompt, call
-        torch.cuda.empty_cache()
+            if args.warm:
+                call()
+                torch.cuda.synchronize()
+            else:
+                torch.cuda.reset_peak_memory_stats()
+                timing = wall_time(call, repeats=10, warmup=3)
+                row = {
+                    "system": system, "size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16",
+                    "wall_ms": timing._asdict(), "peak_bytes": torch.cuda.max_memory_allocated(),
+                    "paper_ms": systems.PAPER.get(system, {}).get("prefill_ms"),
+                }  # fmt: skip
+                rows.append(row)
+                base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
+                ratio = timing.median / base["wall_ms"]["median"]
+                peak = f"{row['peak_bytes'] / 2**30:.1f}"
+                table.add(system, f"{timing.median:.1f}", f"{ratio:.3f}", peak, row["paper_ms"] or "-")
+            del model, prompt, call
+            torch.cuda.empty_cache()
     if not args.warm:
         write(args.out, {**provenance(), "note": args.note, "rows": rows})
     return 0

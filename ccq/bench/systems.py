@@ -9,7 +9,7 @@ import torch
 
 from ccq.bench.results import RESULTS
 
-SYSTEMS = ("gla", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
+SYSTEMS = ("gla", "gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
 # the paper's, 1.3B on one H200, batch 8: prefill of 4K in ms, decoding in tokens/s
 PAPER = {
     "gla": {"prefill_ms": 198, "decode_tok_s": 454},
