@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
             table.add(
                 system, f"{step.median:.3f}", f"{step.median - base['step_ms']['median']:+.3f}",
-                f"{row['step_tok_s']:.0f}", f"{row['generate_tok_s']:.0f}", f"{plain.median:.2f}", row["paper_tok_s"] or "-",
+                f"{row['step_tok_s']:.0f}", f"{row['generate_tok_s']:.0f}", f"{plain.median:.2f}",
+                row["paper_tok_s"] or "-",
             )  # fmt: skip
             del model
             torch.cuda.empty_cache()
