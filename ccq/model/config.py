@@ -204,7 +204,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # The options that make a size. "layers": of a linear-attention model, of the Transformer and of Mamba2, whose layers
-# weigh less. Body and embeddings of gla: 447 + 66, 1256 + 131, 30 + 33, 3.7 + 4.2 million, 83 + 33 thousand.
+# weigh less; with them all three weigh about the same.
 SIZES: dict[str, dict[str, Any]] = {
     "1.3b": {"layers": (21, 24, 48), "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 6,
              "key_size": 256, "value_size": 512},

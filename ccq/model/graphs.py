@@ -93,7 +93,7 @@ def capture(function: Callable[[], Tensor], device: torch.device) -> Callable[[]
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may use the device meanwhile
             result = function()
 
     def replay() -> Tensor:

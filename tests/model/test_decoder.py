@@ -83,8 +83,9 @@ def test_a_batch_of_padding_changes_nothing(system):
     model = shared_model(system)
     out = model(tokens(2, 3), attention_mask=torch.zeros(2, 3))
     assert out.logits.abs().sum() == 0
-    after = model(tokens(2, 5), past_key_values=out.past_key_values).logits
-    torch.testing.assert_close(after, model(tokens(2, 5)).logits, rtol=0, atol=CLOSE)
+    ids, cache = tokens(2, 5), out.past_key_values
+    after = [model(ids[:, :1], past_key_values=cache).logits, model(ids[:, 1:], past_key_values=cache).logits]
+    torch.testing.assert_close(torch.cat(after, 1), model(ids).logits, rtol=0, atol=CLOSE)
 
 
 @each_system

@@ -177,6 +177,15 @@ def test_one_graph_serves_many_calls(cpu_graphs):
     assert linear.__dict__["_graph"] is first
 
 
+def test_nothing_stays_in_a_graph(cpu_graphs):
+    """What the last generation left, NaN even, does not reach the next one."""
+    model, prompt = make_model("transformer"), tokens(2, 5)
+    ref = model.generate(prompt, max_new_tokens=9, do_sample=False)
+    for x in torch.utils._pytree.tree_leaves(model.__dict__["_graph"].states):
+        x.fill_(float("nan") if x.is_floating_point() else 3)
+    assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), ref)
+
+
 def test_graph_follows_the_weights(cpu_graphs):
     model, prompt = make_model("ccq-gla"), tokens(1, 5)
     model.generate(prompt, max_new_tokens=3, do_sample=False)
