@@ -185,6 +185,21 @@ def test_killed_and_resumed_is_undisturbed(what, tmp_path, small_pieces, monkeyp
     assert (read[0] != sources.BEGINNING) == bool(finished["shards"]), "it must go on, not begin again"
 
 
+def test_it_goes_on_from_every_shard(what, tmp_path, small_pieces, monkeypatch):
+    """Also where a shard ends among the needle documents made of one document."""
+    what = Preparation(what.inputs, what.tokenizer, shard_tokens=300, needles=Needles(0.4, length=(200, 600)))
+    shard_count = len(prepare.prepare(what, tmp_path / "undisturbed", workers=0)["shards"])
+    assert shard_count > 20
+    out = tmp_path / "out"
+    for count in range(1, shard_count - 1, 2):  # two shards, then killed; again and again in one folder
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "write_atomically", die_at_call(prepare.write_atomically, 2 + (count == 1), False))
+            killed(lambda: prepare.prepare(what, out, workers=0))
+        assert len(json.loads((out / INDEX).read_text())["shards"]) == count + 1
+    prepare.prepare(what, out, workers=0)
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
 def test_a_killed_command_leaves_no_workers_and_goes_on(what, corpus, tokenizer_folder, tmp_path, texts):
     """The real thing: `ccq data prepare` with workers, SIGKILL from outside, the same command again."""
     big = tmp_path / "big.jsonl"

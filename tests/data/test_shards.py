@@ -55,9 +55,10 @@ def test_checksum_is_that_of_the_file(some_shards):
 def test_a_pickled_reader_carries_no_tokens(some_shards):
     folder, stream, _ = some_shards
     shards = TokenShards(folder)
+    before = len(pickle.dumps(shards))
     shards.read(0, shards.tokens)
     pickled = pickle.dumps(shards)
-    assert len(pickled) < 4000 + 300 * len(shards.index["shards"])
+    assert len(pickled) == before
     assert shards._maps, "the maps of the original stay"
     assert pickle.loads(pickled).read(3, 40)[0].tolist() == stream[3:40].tolist()
 
