@@ -98,20 +98,29 @@ class CCQPreTrainedModel(PreTrainedModel):
             reset()
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        name: Any,
+        *args: Any,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """As transformers has it, but half a model raises: a tensor that is missing, left over or of another shape."""
         try:
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(
+                name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
         except Exception as error:
             if type(error).__name__ == "SafetensorError":  # safetensors raises it for a file that is cut off
                 raise OSError(f"{name}: a file of tensors is damaged or cut off ({error})") from error
             raise
         model, info = loaded
-        wrong = [
-            f"{what} {', '.join(sorted(info[f'{what}_keys']))}"
-            for what in ("missing", "unexpected")
-            if info[f"{what}_keys"]
-        ]
+        wrong = [f"missing {key}" for key in sorted(info["missing_keys"])]
+        wrong += [f"unexpected {key}" for key in sorted(info["unexpected_keys"])]
+        if not ignore_mismatched_sizes:
+            for key, got, expected in sorted(info["mismatched_keys"]):
+                wrong.append(f"{key} expected {tuple(expected)}, got {tuple(got)}")
         if wrong:
             raise ValueError(f"{name}: the tensors are not those of its config: {'; '.join(wrong)}")
         return loaded if output_loading_info else model
@@ -266,9 +275,12 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
         (the others: see CCQModel)
         """
-        if use_cache is None and (labels is not None or shift_labels is not None):
+        scoring = labels is not None or shift_labels is not None
+        if use_cache is None and scoring:
             use_cache = False
-        logits = self.decode_by_graph(input_ids, attention_mask, past_key_values, graph_length)
+        logits = None
+        if graph_length and not scoring and not output_hidden_states and cu_seqlens is None:
+            logits = self.decode_by_graph(input_ids, attention_mask, past_key_values, graph_length)
         if logits is not None:
             return self.output(CausalLMOutput(logits=logits, past_key_values=past_key_values), return_dict)
 
@@ -284,7 +296,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         )
         hidden = out.last_hidden_state
         loss = scored = None
-        if labels is not None or shift_labels is not None:
+        if scoring:
             targets = self.targets(labels, shift_labels, attention_mask, cu_seqlens, hidden.shape[:2])
             total, scored = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
             loss = total / scored.clamp(min=1)
@@ -334,10 +346,10 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         return self.lm_head(self.model.step(self.model.embed_tokens(tokens), states, lengths))
 
     def decode_by_graph(
-        self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int | None
+        self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int
     ) -> Float[Tensor, "B 1 V"] | None:
         """The logits of a decode step that a graph takes, None for any other call."""
-        if not graph_length or ids is None or cache is None or not decodes(ids, mask, None, cache):
+        if ids is None or cache is None or not decodes(ids, mask, None, cache):
             return None
         graph = cache.graph or graph_for(self, cache, graph_length)
         if graph is None:
@@ -351,13 +363,25 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the first forward makes a CCQCache
 
-    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict:  # type: ignore[override]
-        mask = kwargs.get("attention_mask")
-        if mask is not None and kwargs.get("is_first_iteration") and not bool(mask[:, -1].all()):
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        inputs_embeds: Any = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict:
+        if attention_mask is not None and is_first_iteration and not bool(attention_mask[:, -1].all()):
             raise ValueError(
                 "attention_mask: expected every prompt to end in the last column: pad on the left, and leave none empty"
             )
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
+        return super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
 
     def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Greedy decoding and sampling, through a CUDA graph where there is CUDA."""

@@ -179,6 +179,27 @@ def test_compiled_gradients_equal_eager_for_all(system, fresh_compiler):
     compiled_equals_eager(system, "inductor", layers=2)
 
 
+@pytest.mark.gpu
+@each_system
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_on_a_gpu_equal_those_on_a_cpu(system, fused, monkeypatch):
+    """Whichever kernels run there; fp32, of which tensor cores keep ten bits."""
+    monkeypatch.setattr("ccq.mixers.norms.FUSED", fused)
+    model, ids = make_model(system), tokens(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    ref = model(ids, attention_mask=mask, labels=ids, logits_to_keep=0)
+    gradients = torch.autograd.grad(ref.loss, list(model.parameters()))
+    model.cuda()
+    got = model(ids.cuda(), attention_mask=mask.cuda(), labels=ids.cuda(), logits_to_keep=0)
+    assert relative(ref.logits, got.logits.cpu()) < 1e-2
+    torch.testing.assert_close(got.loss.cpu(), ref.loss, rtol=1e-3, atol=0)
+    for (name, _), a, b in zip(
+        model.named_parameters(), gradients, torch.autograd.grad(got.loss, list(model.parameters())), strict=True
+    ):
+        assert relative(a, b.cpu()) < 3e-2, name
+
+
 def test_hidden_states_are_those_of_the_layers():
     model, ids = shared_model("ccq-gla"), tokens(2, 9)
     mask = torch.ones_like(ids)

@@ -119,6 +119,22 @@ def test_chunks_of_a_long_prompt():
 
 
 @few_systems
+def test_a_prompt_of_embeddings(system, way):
+    model, prompt = make_model(system), tokens(2, 7)
+    got = model.generate(inputs_embeds=model.model.embed_tokens(prompt), max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, greedy(model, prompt, 6)[:, 7:])
+
+
+def test_a_larger_vocabulary():
+    model, prompt = make_model("ccq-gla"), tokens(1, 7)
+    before = model(prompt).logits
+    model.resize_token_embeddings(300, mean_resizing=False)
+    assert model.config.vocab_size == 300
+    torch.testing.assert_close(model(prompt).logits[..., :256], before)
+    model(torch.tensor([[299]]))  # is a token now
+
+
+@few_systems
 def test_prompts_that_cannot_be_continued(system):
     model = shared_model(system)
     with pytest.raises(ValueError, match="the prompt is empty"):
@@ -255,6 +271,12 @@ def test_what_a_graph_would_not_do_goes_without(cpu_graphs):
     assert "_graph" not in model.__dict__
     model.model.layers[1].mixer.cleaner.intervention = None
     model.generate(prompt, max_new_tokens=4, do_sample=False, graph_length=0)  # the way to switch it off
+    out = model.generate(
+        prompt, max_new_tokens=4, do_sample=False, output_hidden_states=True, return_dict_in_generate=True
+    )
+    assert [len(states) for states in out.hidden_states] == [3] * 4
+    cache = model(prompt).past_key_values
+    assert model(prompt[:, :1], shift_labels=prompt[:, :1], past_key_values=cache, graph_length=9).loss is not None
     assert "_graph" not in model.__dict__
 
 

@@ -124,8 +124,11 @@ def test_another_config_raises(tmp_path):
 def test_another_shape_raises(tmp_path):
     shared_model("ccq-gla").save_pretrained(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))
-    with pytest.raises(RuntimeError, match=r"model\.norm\.weight|mismatch"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight expected \(64,\), got \(63,\)"):
         CCQForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"gate_bias expected \(4,\), got \(2,\)"):
+        CCQForCausalLM.from_pretrained(tmp_path, num_heads=4)
+    CCQForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)  # the one who asks for it gets it
 
 
 @pytest.mark.parametrize("kept", [0, 5, 1000, -1])  # bytes: nothing, part of the header, all but one
