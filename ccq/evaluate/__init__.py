@@ -296,6 +296,8 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
         importlib.import_module("ccq.model")  # registers ours
     logging.set_verbosity_error()
     folder = Path(name)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise EvaluationError(f"{name} is not there: expected a from_pretrained folder, or a name on the Hub")
     if folder.is_dir() and not (folder / "config.json").exists():
         raise EvaluationError(
             f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)"

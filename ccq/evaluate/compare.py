@@ -49,9 +49,13 @@ def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: 
     if not names:
         return {"samples": 0, "difference": None, "interval": None, "p": None, "significant": False}
     tables = [[units[name] for name in names] for units in (one, two)]
-    points = [value(*(sum(column) for column in zip(*table, strict=True)), aggregate) for table in tables]
+    points = [score(table, aggregate) for table in tables]
     draws = [values(resampled(table, seed), aggregate) for table in tables]
     return {"samples": len(common), "units": len(names)} | verdict(points[1] - points[0], draws[1] - draws[0])
+
+
+def score(units: Sequence[tuple[float, float]], aggregate: str) -> float:
+    return value(sum(total for total, _ in units), sum(weight for _, weight in units), aggregate)
 
 
 def verdict(difference: float, draws: np.ndarray) -> dict:
@@ -78,7 +82,7 @@ def paired_average(groups: Sequence[str], first: dict[str, list[dict]], second: 
             return None
         count += len(names)
         tables = [[units[name] for name in names] for units in (one, two)]
-        points = [value(*(sum(column) for column in zip(*table, strict=True)), "mean") for table in tables]
+        points = [score(table, "mean") for table in tables]
         total += (points[1] - points[0]) / len(groups)
         resamples = [values(resampled(table, seed), "mean") for table in tables]
         draws = draws + (resamples[1] - resamples[0]) / len(groups)

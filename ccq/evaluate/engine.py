@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ccq.evaluate.requests import Request, RequestSet
 
+GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
+MEASURED = 4  # batches in which both ways of prefill are run, the first to warm up
 LOGITS = 2**26  # elements of the largest block of logits: 256 MB in fp32
 PREFILLS = ("auto", "plain", "shared")
 
@@ -89,14 +91,14 @@ class Engine:
         for request in by_kind["generate"]:
             groups.setdefault((request.length, request.max_new, request.min_new, request.stop), []).append(request)
         for how in sorted(groups, reverse=True):  # the longest first: what does not fit fails at once
-            for batch in self.batches(groups[how], extra=how[1]):
+            for batch in self.batches(groups[how], extra=how[1], times=GENERATED):
                 yield from self._timed(self._generate, asked, batch)
 
-    def batches(self, requests: Sequence[Request], extra: int = 0) -> Iterator[list[Request]]:
-        """Longest first, so many as `batch_size` or `batch_tokens` allows."""
+    def batches(self, requests: Sequence[Request], extra: int = 0, times: int = 1) -> Iterator[list[Request]]:
+        """Longest first, so many as `batch_size` or so many times `batch_tokens` allows."""
         ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
         while ordered:
-            size = self.batch_size or max(1, (self.batch_tokens or 1) // max(1, ordered[0].length + extra))
+            size = self.batch_size or max(1, times * (self.batch_tokens or 1) // max(1, ordered[0].length + extra))
             yield ordered[:size]
             ordered = ordered[size:]
 
@@ -163,16 +165,18 @@ class Engine:
                 waiting = waiting[size:]
 
     def _measure(self, asked: RequestSet, contexts: list[list[Request]]) -> None:
-        """Time both ways on this batch, each after one run to warm up, and decide after three batches."""
+        """Run both ways on this batch; decide after MEASURED batches.
+
+        Each batch has contexts of another length, so what a kernel spends on a new length is counted.
+        """
         requests = [request for group in contexts for request in group]
         found: dict[str, dict[str, dict]] = {}
         for name, answer, batch in (("plain", self._score, requests), ("shared", self._score_shared, contexts)):
-            for _ in range(2):
-                self._synchronize()
-                begin = time.perf_counter()
-                found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}
-                self._synchronize()
-                seconds = time.perf_counter() - begin
+            self._synchronize()
+            begin = time.perf_counter()
+            found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}
+            self._synchronize()
+            seconds = time.perf_counter() - begin if self._measured else 0.0
             setattr(self.shared, f"{name}_seconds", getattr(self.shared, f"{name}_seconds") + seconds)
         for group in contexts:
             pairs = [(sum(found["plain"][r.id]["nll"]), sum(found["shared"][r.id]["nll"])) for r in group]
@@ -182,7 +186,7 @@ class Engine:
             self.shared.changed_answers += best[0] != best[1]
         self.shared.contexts += len(contexts)
         self._measured += 1
-        if self._measured == 3:
+        if self._measured == MEASURED:
             self.shared.used = self.shared.shared_seconds < self.shared.plain_seconds
 
     def _synchronize(self) -> None:
@@ -192,7 +196,7 @@ class Engine:
     def _score(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         """Whole sequences, right-padded; in pieces of `chunk` tokens with a recurrent cache, so memory is flat in T."""
         tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
-        inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in tokens], batch_first=True)  # [B, T]
+        inputs = self.padded([x[:-1] for x in tokens])  # [B, T]
         length = inputs.shape[1]
         pieces = range(0, length, self.chunk) if self.recurrent and length > self.chunk else [0]
         step = self.chunk if len(pieces) > 1 else length
@@ -253,6 +257,14 @@ class Engine:
         states = out.last_hidden_state if self.head is not None else out.logits
         return states, getattr(out, "past_key_values", None)
 
+    def padded(self, sequences: list[Tensor]) -> Tensor:
+        """[B, T], padded on the right; on a GPU to a multiple of 64, since kernels tune and compile for lengths."""
+        inputs = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        length = inputs.shape[1]
+        limit = getattr(self.model.config, "max_position_embeddings", None) or length
+        more = -length % 64 if self.device.type == "cuda" and length + 64 <= limit else 0
+        return torch.nn.functional.pad(inputs, (0, more))
+
     def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """-log p(target) in fp32, and whether the target is the likeliest, for states[rows, columns]; on the CPU."""
         nll, right = [], []
@@ -275,7 +287,7 @@ class Engine:
 
     def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
-        states, _ = self.states(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True))
+        states, _ = self.states(self.padded(tokens))
         counts = [len(request.positions) for request in batch]
         rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
         columns = torch.tensor([position for request in batch for position in request.positions])

@@ -148,7 +148,7 @@ def cut(context: list[int], rest: list[int], max_length: int) -> Tokens:
     return tokens, len(tokens) - len(rest)
 
 
-def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | None) -> list[dict]:
+def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | None, limit: int | None) -> list[dict]:
     """The harness's own task definitions, with documents from `data`; WikiText once for each maximal length."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -159,9 +159,10 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
-            rows = sources.rows(sources.find(data, stem, fields), fields)
-            config |= {"custom_dataset": functools.partial(documents, rows, split), "dataset_path": "json"}
-            config["dataset_name"] = None
+            rows = sources.rows(sources.find(data, stem, fields), fields)[:limit]
+            # the harness would process all documents each time it asks for them
+            made = documents(rows, split, config.pop("process_docs", None))
+            config |= {"custom_dataset": functools.partial(given, made), "dataset_path": "json", "dataset_name": None}
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
         if name == "wikitext":
             configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
@@ -173,10 +174,16 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 SPLITS = ("training_split", "validation_split", "test_split")
 
 
-def documents(rows: list[dict], split: str, **_) -> dict:
+def documents(rows: list[dict], split: str, process: Callable | None) -> dict:
     import datasets
 
-    return {split: datasets.Dataset.from_list(rows)}
+    made = datasets.Dataset.from_list(rows)
+    return {split: made if process is None else process(made)}
+
+
+def given(documents: dict, **_) -> dict:
+    """What the harness calls for a task's documents, with metadata that ours do not need."""
+    return documents
 
 
 def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> dict:
@@ -191,7 +198,7 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
     try:
         return simple_evaluate(
             model=lm,
-            tasks=sources.from_hub("an lm task", lambda: task_configs(names, max_lengths, options.data)),
+            tasks=sources.from_hub("an lm task", lambda: task_configs(names, max_lengths, options.data, options.limit)),
             task_manager=TaskManager(include_defaults=False),
             limit=options.limit,
             bootstrap_iters=0,

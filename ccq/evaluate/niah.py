@@ -104,7 +104,7 @@ def draw(
 
 def is_training_key(key: str) -> bool:
     """Whether training data with needles may hold this key; the other half is for `--keys odd`."""
-    from ccq.data.needles import is_training_key as decide  # type: ignore
+    from ccq.data.needles import is_training_key as decide
 
     return decide(key)
 
