@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,7 +102,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Leave it unfinished."""
-        self.file.close()
+        with suppress(OSError):  # a full disk, which was reported where it happened
+            self.file.close()
         self.partial.unlink(missing_ok=True)
 
     def _put(self, content: bytes) -> None:

@@ -1,6 +1,7 @@
 """Text into shards: the right tokens and borders, whatever the workers, and killed at any time."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -288,6 +289,26 @@ def test_a_dead_worker_is_an_error_and_not_a_wait(what, tmp_path, small_pieces, 
     with pytest.raises(DataError, match=r"an encoding process died \(exit code -9\)"):
         prepare.prepare(what, tmp_path, workers=2)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_full_disk_keeps_what_is_finished(what, tmp_path, small_pieces, undisturbed, monkeypatch):
+    out, calls, put = tmp_path / "out", 0, shards.ShardWriter._put
+
+    def full(self, content):
+        nonlocal calls
+        calls += 1
+        if calls == 60:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        put(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "_put", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            prepare.prepare(what, out, workers=0)
+    assert len(json.loads((out / INDEX).read_text())["shards"]) > 0
+    assert not list(out.glob("*.partial"))
+    prepare.prepare(what, out, workers=0)
+    assert content(out) == undisturbed
 
 
 def test_skip_and_max_tokens_part_the_documents(what, tmp_path, corpus, tokenizer_folder):
