@@ -351,7 +351,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         """The logits of a decode step that a graph takes, None for any other call."""
         if ids is None or cache is None or not decodes(ids, mask, None, cache):
             return None
-        graph = cache.graph or graph_for(self, cache, graph_length)
+        if cache.graph is not None and not cache.graph.has_room(cache.seen + 1):
+            cache.graph.detach()
+        graph = cache.graph or graph_for(self, cache, max(graph_length, cache.seen + 1))
         if graph is None:
             return None
         cache.seen += 1

@@ -52,7 +52,10 @@ class DecodeGraph:
         self.thread: int | None = None
 
     def fits(self, model: CCQForCausalLM, batch: int, max_length: int) -> bool:
-        return self.key == identity(model, batch) and (not self.grows or max_length <= self.room)
+        return self.key == identity(model, batch) and self.has_room(max_length)
+
+    def has_room(self, length: int) -> bool:
+        return not self.grows or length <= self.room
 
     def attach(self, cache: CCQCache) -> None:
         """Copy the states of `cache` in; from now on they are the buffers, and change with every step."""

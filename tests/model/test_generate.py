@@ -51,7 +51,7 @@ def test_greedy_is_the_argmax_loop(system, way):
 
 
 @each_system
-def test_left_padded_prompts_generate_as_alone(system, way):
+def test_left_padded_prompts_generate_as_alone(system):
     model, ids = make_model(system), tokens(3, 10)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -191,6 +191,14 @@ def test_one_graph_serves_many_calls(cpu_graphs):
     first = linear.__dict__["_graph"]
     linear.generate(ids, max_new_tokens=300, do_sample=False)  # nothing grows
     assert linear.__dict__["_graph"] is first
+
+
+def test_a_graph_that_is_full_makes_way_for_a_larger_one(cpu_graphs):
+    model, ids = make_model("transformer"), tokens(1, 270)
+    cache = model(ids[:, :250]).past_key_values
+    rest = [model(ids[:, t : t + 1], past_key_values=cache, graph_length=1).logits for t in range(250, 270)]
+    torch.testing.assert_close(torch.cat(rest, 1), model(ids).logits[:, 250:], rtol=0, atol=CLOSE)
+    assert cache.graph.room == 512
 
 
 def test_nothing_stays_in_a_graph(cpu_graphs):
