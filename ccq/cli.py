@@ -14,12 +14,15 @@ from ccq.ops.dispatch import nearest
 COMMANDS = {
     "bench": ("ccq.bench:main", "what the operator costs on a GPU, beside its backbone and beside the floor"),
     "compare": ("ccq.evaluate.compare:main", "results of `ccq eval` side by side, with paired differences"),
+    "convert": ("ccq.model.convert:main", "a checkpoint of flash-linear-attention into ours, cleaned or not, and back"),
     "data": ("ccq.data.command:main", "a tokenizer from text, and text into token shards that training reads"),
     "demo": ("ccq.demo:main", "a needle among distractors, before and after cleaning: a table and a figure"),
     "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
     "eval": ("ccq.evaluate:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
+    "export": ("ccq.train.export:main", "the weights of a run as a folder that `from_pretrained` loads"),
     "generate": ("ccq.model.generate:main", "text from a checkpoint, ours or any of Hugging Face's"),
     "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),
+    "train": ("ccq.train.command:main", "train a recipe, or go on; on a laptop, one GPU or many"),
 }
 
 # module: the extra of this package that installs it

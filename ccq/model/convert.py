@@ -81,7 +81,7 @@ _SHARED = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
 _MLP = {"intermediate_size": None, "hidden_ratio": 4}
-_MAY_BE_NONE = ("hidden_ratio", "bos_token_id", "eos_token_id")  # though fla assumes a number
+_MAY_BE_NONE = ("hidden_ratio", "bos_token_id", "eos_token_id", "pad_token_id")  # though fla assumes a number
 _TRAINING = ("fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
 _BLOCK = {
     "hidden_act": (("swish", "silu"), "our MLP is a SwiGLU, our output gate a swish"),
@@ -196,7 +196,7 @@ def _mamba2(o: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"num_heads: expected expand * hidden_size / head_dim = {heads:g}, got {o['num_heads']}")
     return {
         "intermediate_size": None,
-        "expand": _whole("expand", o["expand"], "hidden sizes"),
+        "expand": o["expand"],
         "state_size": o["state_size"],
         "head_size": o["head_dim"],
         "num_groups": o["n_groups"],
@@ -377,6 +377,8 @@ def _expects(name: str, value: Any, default: Any) -> str | None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return "a number"
+    if not isinstance(default, float) and value != int(value):
+        return "a whole number"
     if value <= 0 and not name.endswith("_token_id") and name != "initializer_range":
         return "a positive number"
     return None
@@ -482,7 +484,7 @@ def _pickled(file: Path) -> Iterator[tuple[str, Kept]]:
     """Of a file of torch.save: tensors and nothing that runs; mapped, not read."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise OSError(f"{file}: damaged, or more than tensors is in it ({str(error).splitlines()[0]})") from error
     if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"{file}: expected tensors by name")
