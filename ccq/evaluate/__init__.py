@@ -361,7 +361,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
     add("--stage", choices=STAGES, default="all", help="one of requests, score, metrics; by default all three")
     add("--sizing", choices=("largest", "lm-eval"), default="largest", help="niah: how large the haystack is")
-    add("--keys", choices=("all", "odd"), default="all", help="niah: 'odd' takes keys that training never saw")
+    add(
+        "--keys",
+        choices=("all", "odd"),
+        default="all",
+        help="niah: 'odd' takes those that training never saw",
+    )
     add(
         "--prefill", choices=("auto", "plain", "shared"), default="auto", help="lm: contexts with several continuations"
     )

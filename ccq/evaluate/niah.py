@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import re
 import uuid
@@ -92,31 +93,31 @@ def draw(
     adjectives, nouns = words
     while True:
         key = f"{adjectives[draws.below(len(adjectives))]}-{nouns[draws.below(len(nouns))]}"
-        if keys == "all" or not is_training_key(key):
+        if keys == "all" or not training_may_hold(key=key):
             break
-    if values == "numbers":
-        value = str(10**6 + draws.below(9 * 10**6))
-    else:
-        value = str(uuid.UUID(int=draws.bits() << 64 | draws.bits(), version=4))
+    while True:
+        if values == "numbers":
+            value = str(10**6 + draws.below(9 * 10**6))
+        else:
+            value = str(uuid.UUID(int=draws.bits() << 64 | draws.bits(), version=4))
+        if keys == "all" or not training_may_hold(value=value):
+            break
     place = draws.bits() if haystack == "noise" else DEPTHS[draws.below(len(DEPTHS))]
     return Needle(key, value, place)
 
 
-def is_training_key(key: str) -> bool:
-    """Whether training data with needles may hold this key; the other half is for `--keys odd`."""
-    from ccq.data.needles import is_training_key as decide
+def training_may_hold(key: str = "", value: str = "") -> bool:
+    """Whether training data with needles may have this key, or this value; `--keys odd` asks for the others."""
+    from ccq.data.needles import is_training_key, is_training_value
 
-    return decide(key)
+    return is_training_key(key) if key else is_training_value(value)
 
 
-@functools.cache
-def word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
+def word_lists() -> tuple[Sequence[str], Sequence[str]]:
     """wonderwords' adjectives and nouns, sorted, without repeats."""
-    import wonderwords
+    from ccq.data.needles import words
 
-    categories = wonderwords.RandomWord()._categories
-    adjectives, nouns = (tuple(sorted(set(categories[name]))) for name in ("adjectives", "nouns"))
-    return adjectives, nouns
+    return words()
 
 
 class Haystack:
@@ -326,7 +327,7 @@ def build(options, tokenizer) -> RequestSet:
     )
     notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
     if options.keys == "odd":
-        notes.append("keys: only those that training data with needles never holds")
+        notes.append("keys and values: only those that training data with needles never holds")
     return builder.done("niah", settings, notes)
 
 
@@ -342,7 +343,7 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
         "generator": GENERATOR,
         "tokenizer": tokenizer_hash(tokenizer),
         "wonderwords": importlib.metadata.version("wonderwords"),
-        "words": hashlib.sha256("\n".join(sum(word_lists(), ())).encode()).hexdigest(),
+        "words": hashlib.sha256("\n".join(itertools.chain(*word_lists())).encode()).hexdigest(),
         **haystack.versions,
     }
     made_of = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()

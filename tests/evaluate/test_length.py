@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -119,6 +121,30 @@ def test_no_window_is_refused(tmp_path):
     data = write_corpora(tmp_path, ["abc"])
     with pytest.raises(EvaluationError, match="no corpus has a window of 64 tokens"):
         length.build(Options(out=tmp_path, data=data, lengths=(64,)), Letters())
+
+
+PROBE = """
+import resource, sys
+import numpy as np
+import torch
+from ccq.evaluate.engine import Engine
+from ccq.evaluate.requests import Builder
+from ccq.model import CCQConfig, CCQForCausalLM
+
+torch.manual_seed(0)
+model = CCQForCausalLM(CCQConfig.preset(sys.argv[1])).eval()
+builder = Builder()
+builder.add("x", "score", np.random.default_rng(0).integers(0, model.config.vocab_size, 20_480))
+(answer,) = Engine(model).run(builder.done("x", {}))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)  # GiB, on Linux
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ccq-gla-nano", "transformer-nano"])
+def test_20k_tokens_at_nano_fit_in_2_gb(name):
+    done = subprocess.run([sys.executable, "-c", PROBE, name], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2e9 / 2**30
 
 
 def test_memory_is_flat_in_length():

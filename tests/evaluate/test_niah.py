@@ -122,11 +122,38 @@ def test_draws_are_uniform():
     assert max(int(needle.value) for needle in drawn) < 10**7
 
 
-def test_odd_keys_are_those_that_training_never_holds(monkeypatch):
-    monkeypatch.setattr(niah, "is_training_key", lambda key: key.startswith("a"))
+def test_odd_keys_and_values_are_those_that_training_never_holds(monkeypatch):
+    held = lambda key="", value="": key.startswith("a") if key else int(value) % 3 > 0  # noqa: E731
+    monkeypatch.setattr(niah, "training_may_hold", held)
     words = (("a", "b"), ("x", "y", "z"))
-    keys = {niah.draw("niah_single_1", 1024, i, 0, "odd", words).key for i in range(50)}
-    assert keys == {"b-x", "b-y", "b-z"}
+    drawn = [niah.draw("niah_single_1", 1024, i, 0, "odd", words) for i in range(50)]
+    assert {needle.key for needle in drawn} == {"b-x", "b-y", "b-z"}
+    assert {int(needle.value) % 3 for needle in drawn} == {0}
+
+
+def test_odd_is_the_half_that_training_leaves():
+    from ccq.data.needles import is_training_key, is_training_value
+
+    for task in niah.TASKS:
+        drawn = [niah.draw(task, 1024, i, 0, "odd", niah.word_lists()) for i in range(30)]
+        assert not any(is_training_key(needle.key) or is_training_value(needle.value) for needle in drawn)
+
+
+def test_the_needle_lies_at_its_depth(data):
+    noise, essay = niah.Haystack("noise", data), niah.Haystack("essay", data)
+    for share, before in ((0.0, 0), (0.35, 3), (0.99, 9)):  # never after the last unit, as in RULER
+        text, depth = noise.context(10, "NEEDLE", int(share * 2**64))
+        assert (text.split("\n").index("NEEDLE"), depth) == (before, 10 * before)
+    sentences = essay.sentences(300)
+    assert len(sentences) > 20
+    for place in niah.DEPTHS:
+        text, depth = essay.context(300, "NEEDLE", place)
+        assert depth == place
+        head, tail = text.split("NEEDLE")
+        at = int(len(sentences) * (place / 100))
+        assert (head.strip(), tail.strip()) == (" ".join(sentences[:at]), " ".join(sentences[at:]))
+    places = {niah.draw("niah_single_1", 1024, i, 0, "all", (("a",), ("b",))).place * 10 >> 64 for i in range(100)}
+    assert places == set(range(10))
 
 
 @pytest.mark.parametrize(
