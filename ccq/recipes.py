@@ -1,0 +1,191 @@
+"""Recipes: a system times a size, each a small function; `recipe("ccq_gla_500m")` is a whole run.
+
+A size says how big the model is and how it is trained. A system is one of the paper's seven, or a control:
+
+>>> recipe("ccq_gla_500m").model.clean, recipe("gla_500m").model.clean
+(True, False)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from ccq.train.config import Config, Data, Optimizer, System, preset
+
+BILLION = 10**9
+
+# -- sizes: the model's, the data and how it is trained ---------------------------------------------------------------
+
+
+def size_500m(system: str) -> Config:
+    """the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path"""
+    return paper(f"{system}-500m", batch_tokens=262_144, tokens=15 * BILLION)
+
+
+def size_1_3b(system: str) -> Config:
+    """the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path"""
+    return paper(f"{system}-1.3b", batch_tokens=524_288, tokens=40 * BILLION)
+
+
+def paper(name: str, batch_tokens: int, tokens: int) -> Config:
+    """What the paper's runs share. It does not name a clipping norm: 1, as the settings it inherits have it."""
+    length = 4096
+    return Config(
+        model=preset(name),
+        data=Data(source="tokens", length=length, batch=batch_tokens // length),
+        optimizer=Optimizer(lr=1e-3, warmup=1024, betas=(0.9, 0.95), weight_decay=0.1, clip=1.0),
+        steps=tokens // batch_tokens,
+        dtype="bf16",
+    )
+
+
+def size_nano(system: str) -> Config:
+    """tens of millions of parameters on text, one GPU, minutes: 0.26B tokens; needs --data.path"""
+    return Config(
+        model=preset(f"{system}-nano"),
+        data=Data(source="tokens", length=2048, batch=64),
+        optimizer=Optimizer(lr=2e-3, warmup=100),
+        system=System(micro_batch=16, validate_every=250, sample_every=500),
+        steps=2000,
+        dtype="bf16",
+    )
+
+
+def size_pico(system: str) -> Config:
+    """a few million parameters on text with an 8K vocabulary: 0.13B tokens; needs --data.path"""
+    return Config(
+        model=preset(f"{system}-pico"),
+        data=Data(source="tokens", length=1024, batch=64),
+        optimizer=Optimizer(lr=3e-3, warmup=100),
+        system=System(micro_batch=64, validate_every=250, sample_every=500),
+        steps=2000,
+        dtype="bf16",
+    )
+
+
+def size_mqar(system: str) -> Config:
+    """recall at zoology's settings, 32 epochs; sweep --optimizer.lr, which decides more than the system does"""
+    model = preset(f"{system}-tiny", vocab_size=8192, hidden_size=128, intermediate_size=None, key_size=64,
+                   value_size=64, state_size=64, head_size=64)  # fmt: skip
+    return Config(
+        model=model,
+        data=Data(source="mqar", batch=256, valid_slices=((64, 4, 500), (256, 16, 500), (256, 64, 500))),
+        optimizer=Optimizer(lr=3e-3, warmup=500),
+        system=System(micro_batch=256, validate_every=1000),
+        steps=32 * 180_000 // 256,
+        dtype="fp32",
+    )
+
+
+def size_tiny(system: str) -> Config:
+    """recall in minutes on a laptop: no data, no GPU"""
+    return Config(
+        model=preset(f"{system}-tiny"),
+        data=Data(source="mqar", batch=32, slices=((32, 4, 20_000), (64, 8, 20_000)), valid_slices=((64, 8, 256),)),
+        optimizer=Optimizer(lr=5e-3, warmup=20),
+        system=System(micro_batch=32, checkpoint_every=100, validate_every=100),
+        steps=600,
+        dtype="fp32",
+    )
+
+
+SIZES: dict[str, Callable[[str], Config]] = {
+    "500m": size_500m,
+    "1.3b": size_1_3b,
+    "nano": size_nano,
+    "pico": size_pico,
+    "mqar": size_mqar,
+    "tiny": size_tiny,
+}
+
+# -- systems: what is trained ------------------------------------------------------------------------------------------
+
+
+def transformer(size: str) -> Config:
+    """softmax attention, RoPE, SwiGLU"""
+    return SIZES[size]("transformer")
+
+
+def mamba2(size: str) -> Config:
+    """Mamba-2, without MLPs"""
+    return SIZES[size]("mamba2")
+
+
+def gla(size: str) -> Config:
+    """gated linear attention"""
+    return SIZES[size]("gla")
+
+
+def gla_hedgehog(size: str) -> Config:
+    """GLA with Hedgehog's learned features"""
+    return SIZES[size]("gla-hedgehog")
+
+
+def gated_deltanet(size: str) -> Config:
+    """Gated DeltaNet; its q and k are unit vectors, so it is CCQ's control too"""
+    return SIZES[size]("gated-deltanet")
+
+
+def ccq_gla(size: str) -> Config:
+    """GLA + CCQ"""
+    config = gla(size)
+    config.model.clean = True
+    return config
+
+
+def ccq_gated_deltanet(size: str) -> Config:
+    """Gated DeltaNet + CCQ"""
+    config = gated_deltanet(size)
+    config.model.clean = True
+    return config
+
+
+def gla_unit(size: str) -> Config:
+    """the control of CCQ-GLA: unit q and k, no cleaning"""
+    config = gla(size)
+    config.model.unit_qk = True
+    return config
+
+
+def ccq_gla_no_decay(size: str) -> Config:
+    """CCQ-GLA whose gate's bias does not decay: what opens it then is its gradient"""
+    config = ccq_gla(size)
+    config.model.decay_gate_bias = False
+    return config
+
+
+def ccq_gated_deltanet_no_decay(size: str) -> Config:
+    """CCQ-Gated DeltaNet whose gate's bias does not decay"""
+    config = ccq_gated_deltanet(size)
+    config.model.decay_gate_bias = False
+    return config
+
+
+def ccq_gated_deltanet_uncentred(size: str) -> Config:
+    """the paper's ablation: the mean of the keys is not taken away"""
+    config = ccq_gated_deltanet(size)
+    config.model.centred = False
+    return config
+
+
+def ccq_gated_deltanet_fixed_lam(size: str) -> Config:
+    """the paper's ablation: lam = 0.1 without a gate"""
+    config = ccq_gated_deltanet(size)
+    config.model.fixed_lam = 0.1
+    return config
+
+
+PAPER = (transformer, mamba2, gla, gla_hedgehog, gated_deltanet, ccq_gla, ccq_gated_deltanet)
+CONTROLS = (
+    gla_unit, ccq_gla_no_decay, ccq_gated_deltanet_no_decay, ccq_gated_deltanet_uncentred, ccq_gated_deltanet_fixed_lam,
+)  # fmt: skip
+SYSTEMS = {make.__name__: make for make in (*PAPER, *CONTROLS)}
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    f"{name}_{size}": functools.partial(make, size) for name, make in SYSTEMS.items() for size in SIZES
+}
+
+
+def recipe(name: str) -> Config:
+    return RECIPES[name]()

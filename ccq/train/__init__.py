@@ -1,0 +1,7 @@
+"""Training: one readable loop for a laptop, one GPU and many, which never loses work."""
+
+from __future__ import annotations
+
+
+class RunError(RuntimeError):
+    """A run that cannot start or go on; the message says why, and what is left of it."""

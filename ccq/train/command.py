@@ -1,0 +1,70 @@
+"""`ccq train RECIPE --run-dir DIR`: train, or go on. Many GPUs: torchrun --nproc-per-node 8 -m ccq train RECIPE ..."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ccq.data import DataError
+from ccq.ops.dispatch import nearest
+from ccq.train import RunError
+from ccq.train.config import Config
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = recipe_parser("train", (__doc__ or "").splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/RECIPE)")
+    options, config = parse(parser, argv)
+    if config is None:
+        return 1
+    from ccq.train.loop import train
+
+    try:
+        return train(config, options.run_dir or Path("runs") / options.recipe)
+    except (RunError, DataError, OSError) as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"ccq train{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
+        return 1
+
+
+def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser for `ccq COMMAND RECIPE`; what it does not know are fields of the config."""
+    from ccq.recipes import SIZES, SYSTEMS
+
+    def table(functions: dict) -> str:
+        return "".join(f"\n  {name:<29} {(make.__doc__ or '').splitlines()[0]}" for name, make in functions.items())
+
+    parser = argparse.ArgumentParser(
+        prog=f"ccq {command}",
+        description=description,
+        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{table(SYSTEMS)}\n\nsizes:{table(SIZES)}\n\n"
+        "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
+        f"`ccq {command} RECIPE --help` lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="one of those below")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Config | None]:
+    """The options, and the recipe's config with the fields that the rest of the arguments set; None after an error."""
+    import tyro
+
+    from ccq.recipes import RECIPES
+
+    listed = any(x in ("-h", "--help") for x in argv[1:]) and not argv[0].startswith("-")
+    options, fields = parser.parse_known_args([argv[0]] if listed else argv)
+    name = options.recipe.replace("-", "_")
+    if name not in RECIPES:
+        parser.error(f"there is no recipe {options.recipe!r}.{nearest(name, tuple(RECIPES))}")
+    if listed:
+        fields = ["--help"]
+    try:
+        return options, tyro.cli(Config, default=RECIPES[name](), args=fields, prog=f"{parser.prog} {options.recipe}")
+    except RunError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return options, None

@@ -1,0 +1,199 @@
+"""One typed config of a run. Recipes make it, the command line overrides any field, the run folder keeps it as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ccq.data.mqar import TRAIN
+from ccq.model.config import CCQConfig
+from ccq.train import RunError
+
+# The fields of CCQConfig as a plain dataclass: defined there, and here without what transformers adds to them.
+_kinds = typing.get_type_hints(type("_", (), {"__annotations__": CCQConfig.__annotations__}))
+ModelOptions: Any = dataclasses.make_dataclass(
+    "ModelOptions", [(name, kind, field(default=getattr(CCQConfig, name))) for name, kind in _kinds.items()]
+)
+
+
+def preset(name: str, **changes: Any) -> Any:
+    """The ModelOptions of a preset of CCQConfig."""
+    config = CCQConfig.preset(name, **changes)
+    return ModelOptions(**{name: getattr(config, name) for name in _kinds})
+
+
+def model_config(options: Any) -> CCQConfig:
+    return CCQConfig(**dataclasses.asdict(options))
+
+
+@dataclass
+class Data:
+    source: Literal["tokens", "mqar"] = "tokens"
+    """tokens: shards made by `ccq data prepare`; mqar: recall samples made on the fly"""
+    path: str | None = None
+    """folder of the shards (tokens)"""
+    valid_path: str | None = None
+    """folder of shards to validate on (tokens); none: no validation"""
+    length: int = 4096
+    """tokens of a window (tokens)"""
+    batch: int = 64
+    """sequences of a step, over all ranks and micro-batches"""
+    reset: bool = False
+    """start the state anew at each document of a window (tokens)"""
+    slices: tuple[tuple[int, int, int], ...] = tuple((s.length, s.pairs, s.samples) for s in TRAIN)
+    """length, pairs, samples of each kind of recall sample (mqar); zoology's by default"""
+    valid_slices: tuple[tuple[int, int, int], ...] = ()
+    """the same for validation (mqar); none: no validation"""
+
+
+@dataclass
+class Optimizer:
+    lr: float = 1e-3
+    """the largest learning rate"""
+    warmup: int = 1024
+    """steps in which it rises to that, linearly"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """what follows: a cosine to 0 at the last step, or nothing"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """of matrices; norms, biases, A_log, dt_bias do not decay, the gate's bias by model.decay_gate_bias"""
+    clip: float | None = 1.0
+    """the largest norm of the gradient; none: no clipping"""
+
+
+@dataclass
+class System:
+    """How it runs, not what it computes: these may change when a run is resumed."""
+
+    micro_batch: int = 8
+    """sequences a rank takes at once; the rest of its part of the batch is accumulated"""
+    activation_checkpointing: bool = False
+    """keep the inputs of layers only, and compute the rest again in the backward"""
+    compile: bool = False
+    """torch.compile each layer"""
+    device: str | None = None
+    """cuda or cpu; none: a GPU if there is one"""
+    workers: int = 0
+    """0 or 1 processes that make batches ahead of time"""
+    checkpoint_every: int = 500
+    """steps"""
+    keep: int = 3
+    """checkpoints that are kept"""
+    log_every: int = 10
+    """steps"""
+    tensorboard: bool = True
+    validate_every: int = 500
+    """steps; also after the last"""
+    validate_windows: int = 256
+    """windows to validate on at most (tokens)"""
+    sample_every: int = 0
+    """steps between samples of text (tokens, with a tokenizer beside the shards); 0: none"""
+    sample_prompt: str = ""
+    sample_tokens: int = 48
+    """tokens of prompt and sample together"""
+    patience: int = 5
+    """steps in a row with a loss or gradient that is not finite, after which the run stops"""
+    timeout: int = 600
+    """seconds after which a rank that does not answer is lost"""
+
+
+@dataclass
+class Config:
+    """A run: what is trained, on what, how, and for how long."""
+
+    model: ModelOptions
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    system: System = field(default_factory=System)
+    steps: int = 1000
+    """steps of the optimizer"""
+    seed: int = 0
+    """of weights and data"""
+    dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
+    """of the computation; weights are kept in fp32 (fp64 for fp64)"""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise RunError where a value is impossible."""
+        try:
+            model_config(self.model)
+        except (TypeError, ValueError) as error:
+            raise RunError(f"model.{error}") from None
+        if self.data.source == "mqar" and not self.data.slices:
+            raise RunError("data.slices: expected one kind of sample at least, got none")
+        if self.system.workers not in (0, 1):
+            raise RunError(f"system.workers: expected 0 or 1, got {self.system.workers}")
+        for name, value, least in (
+            ("steps", self.steps, 1),
+            ("data.length", self.data.length, 1),
+            ("data.batch", self.data.batch, 1),
+            ("optimizer.lr", self.optimizer.lr, 0),
+            ("optimizer.warmup", self.optimizer.warmup, 0),
+            ("optimizer.weight_decay", self.optimizer.weight_decay, 0),
+            ("system.micro_batch", self.system.micro_batch, 1),
+            ("system.checkpoint_every", self.system.checkpoint_every, 1),
+            ("system.keep", self.system.keep, 1),
+            ("system.log_every", self.system.log_every, 1),
+            ("system.validate_every", self.system.validate_every, 1),
+            ("system.patience", self.system.patience, 1),
+        ):
+            if value < least:
+                raise RunError(f"{name}: expected at least {least}, got {value}")
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """The fields by dotted name, as JSON has them."""
+
+    def walk(prefix: str, value: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return {k: v for key, x in value.items() for k, v in walk(f"{prefix}{key}.", x).items()}
+        return {prefix[:-1]: value}
+
+    return walk("", json.loads(to_json(config)))
+
+
+def read(path: Path) -> Config:
+    """The config that `to_json` wrote; RunError where there is none, or one with other fields."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: expected the folder of a run of `ccq train`") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+    parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "system": System}
+    try:
+        made = {name: kind(**_tuples(content.pop(name))) for name, kind in parts.items()}
+        return Config(**made, **content)
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path} is not a config of this version of ccq: {error}") from None
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    def tuples(value: Any) -> Any:
+        return tuple(tuples(x) for x in value) if isinstance(value, list) else value
+
+    return {name: value if name == "eos_token_id" else tuples(value) for name, value in fields.items()}
+
+
+MAY_CHANGE = ("system.", "data.path", "data.valid_path")  # of the paths, the run compares what lies there
+
+
+def differences(saved: Config, asked: Config) -> list[str]:
+    """'field: the run has x, asked for y' for each field that must not change within a run."""
+    before, now = flat(saved), flat(asked)
+    return [
+        f"{name}: the run has {before.get(name)!r}, asked for {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE)
+    ]

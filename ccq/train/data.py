@@ -1,0 +1,56 @@
+"""The sources of batches that a config names."""
+
+from __future__ import annotations
+
+from ccq.data.batches import Source
+from ccq.data.mqar import MQAR
+from ccq.data.windows import TokenWindows
+from ccq.train import RunError
+from ccq.train.config import Config
+
+
+def train_source(config: Config) -> Source:
+    data = config.data
+    if data.source == "mqar":
+        return mqar(config, data.slices, "train")
+    if data.path is None:
+        raise RunError("data.path: expected a folder made by `ccq data prepare`, got none (--data.path DIR)")
+    return fits(TokenWindows(data.path, data.length, data.batch, config.seed, data.reset), config, "data.path")
+
+
+def valid_source(config: Config) -> TokenWindows | MQAR | None:
+    """What to validate on, if anything."""
+    data = config.data
+    if data.source == "mqar":
+        return mqar(config, data.valid_slices, "valid") if data.valid_slices else None
+    if data.valid_path is None:
+        return None
+    windows = TokenWindows(data.valid_path, data.length, data.batch, config.seed, data.reset)
+    return fits(windows, config, "data.valid_path")
+
+
+def mqar(config: Config, slices: tuple, split: str) -> MQAR:
+    return MQAR(config.data.batch, slices, seed=config.seed, split=split, vocab_size=config.model.vocab_size)
+
+
+def fits(windows: TokenWindows, config: Config, name: str) -> TokenWindows:
+    if windows.vocab_size > config.model.vocab_size:
+        raise RunError(
+            f"{name}: the tokens there are of a vocabulary of {windows.vocab_size:,}, and model.vocab_size is "
+            f"{config.model.vocab_size:,}"
+        )
+    return windows
+
+
+def accumulation(config: Config, ranks: int) -> int:
+    """Micro-batches of a rank in a step: as few as `system.micro_batch` allows."""
+    batch, micro = config.data.batch, config.system.micro_batch
+    if batch % ranks:
+        raise RunError(f"data.batch: {batch} sequences cannot be shared by {ranks} ranks: expected a multiple of them")
+    share = batch // ranks
+    if share > micro and share % micro:
+        raise RunError(
+            f"system.micro_batch: expected a divisor of the {share} sequences of a rank (data.batch={batch}, {ranks} "
+            f"ranks), got {micro}"
+        )
+    return max(1, share // micro)

@@ -1,0 +1,82 @@
+"""`ccq export RUN_DIR OUT_DIR`: the weights of a run as a folder that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ccq.train import RunError, folder
+from ccq.train import config as configs
+from ccq.train.checkpoint import FAILURES, folder_of, newest, problem, reason, steps_in
+from ccq.train.monitor import tokenizer_of
+from ccq.train.parallelize import DTYPES, make_model
+from ccq.train.world import join
+
+
+def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
+    """The model of a run, on the CPU, in full precision, and the step it is from: the newest, or `step`."""
+    config = configs.read(run / folder.CONFIG)
+    root = run / folder.CHECKPOINTS
+    have = steps_in(root)
+    if step is None:
+        step = newest(root)
+        if step is None:
+            raise RunError(f"{root} holds no checkpoint that is whole")
+        if step != have[0]:
+            print(f"{folder_of(root, have[0])} is damaged: taking step {step}", file=sys.stderr)
+    elif step not in have:
+        raise RunError(f"{root} holds no checkpoint of step {step}; there are {', '.join(map(str, have)) or 'none'}")
+    path = folder_of(root, step)
+    wrong = problem(path)
+    if wrong is not None:
+        raise RunError(f"{path} is damaged: {wrong}")
+    model = make_model(config, torch.device("cpu"))
+    with join("cpu") as world:
+        state = {"model": {name: x.detach() for name, x in model.named_parameters()}}
+        try:
+            load(state, checkpoint_id=path, process_group=world.background)
+        except FAILURES as error:
+            raise RunError(f"{path} is damaged: {reason(error)}") from error
+    return model.eval(), step
+
+
+def export(run: Path, out: Path, step: int | None = None, dtype: str | None = None) -> int:
+    """Write `out`, with the tokenizer where the run has one; returns the step."""
+    model, step = load_weights(run, step)
+    if dtype is not None:
+        model = model.to(DTYPES[dtype])
+    model.config.dtype = next(p.dtype for p in model.parameters())
+    tokenizer = tokenizer_of(run)
+    if tokenizer is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(model.config, name) is None:
+                setattr(model.config, name, getattr(tokenizer, name))
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = model.config.eos_token_id
+            model.generation_config.bos_token_id = model.config.bos_token_id
+            model.generation_config.pad_token_id = model.config.pad_token_id
+        tokenizer.save_pretrained(out)
+    model.save_pretrained(out)
+    return step
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq export", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of a run of `ccq train`")
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("--step", type=int, help="of this checkpoint (default: the newest)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they were trained)")
+    options = parser.parse_args(argv)
+    try:
+        step = export(options.run, options.out, options.step, options.dtype)
+    except RunError as error:
+        print(f"ccq export: {error}", file=sys.stderr)
+        return 1
+    print(f"Wrote {options.out}: step {step} of {options.run}")
+    return 0

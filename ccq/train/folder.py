@@ -1,0 +1,92 @@
+"""The folder of a run: one process at a time, one config, one set of data.
+
+config.json    the resolved config            log.jsonl      what was logged
+data.json      what data it was trained on    tensorboard/   the same for TensorBoard
+checkpoints/   see checkpoint.py              tokenizer/     where the data has one
+lock           held while a process trains
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from ccq.data.shards import TokenShards, write_atomically
+from ccq.train import RunError
+from ccq.train import config as configs
+from ccq.train.config import Config
+
+CONFIG, DATA, LOG, LOCK, CHECKPOINTS, TOKENIZER = (
+    "config.json", "data.json", "log.jsonl", "lock", "checkpoints", "tokenizer",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder; RunError where another process does. The system lets go of it when the process dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as file:
+        if not _try_lock(file):
+            file.seek(0)
+            raise RunError(f"{folder} is in use by another process: {file.read().strip() or 'unknown'}")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _try_lock(file: IO) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def fingerprint(path: str | None) -> str | None:
+    """Of the tokens in a folder of shards, wherever it lies."""
+    if path is None:
+        return None
+    index = TokenShards(path).index
+    what = [index["tokenizer"]["hash"], [shard["sha256"] for shard in index["shards"]]]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def claim(folder: Path, config: Config) -> None:
+    """Make a new run's files, or check that this is the same run; RunError names the field that differs."""
+    data = {"path": fingerprint(config.data.path), "valid_path": fingerprint(config.data.valid_path)}
+    path = folder / CONFIG
+    if path.exists():
+        different = configs.differences(configs.read(path), config)
+        if (folder / DATA).exists():
+            before = json.loads((folder / DATA).read_text())
+            different += [
+                f"data.{name}: the tokens in {getattr(config.data, name)} are not those that the run began with"
+                for name in data
+                if before[name] != data[name]
+            ]
+        if different:
+            raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
+    if config.data.path is not None:
+        tokenizer = TokenShards(config.data.path).tokenizer_folder
+        if tokenizer.is_dir() and not (folder / TOKENIZER).exists():
+            copy = folder / (TOKENIZER + ".partial")
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(tokenizer, copy)
+            os.rename(copy, folder / TOKENIZER)
+    write_atomically(folder / DATA, json.dumps(data, indent=1).encode())
+    write_atomically(path, configs.to_json(config).encode())

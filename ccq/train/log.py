@@ -1,0 +1,128 @@
+"""What one sees of a run: a progress bar (lines, where there is no terminal), log.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ccq.data.shards import write_atomically
+from ccq.train import folder
+from ccq.train.config import Config
+
+# columns of the bar: name in the record, heading, format
+SHOWN = (
+    ("loss", "loss", "{:.4f}"),
+    ("lr", "lr", "{:.2e}"),
+    ("tokens_per_second", "tok/s", "{:,.0f}"),
+    ("mfu", "MFU", "{:.1%}"),
+    ("lam", "lam", "{:.3f}"),
+)
+
+
+class Log:
+    """Of rank 0; on the others it does nothing."""
+
+    def __init__(self, run: Path, config: Config, main: bool) -> None:
+        self.run, self.config, self.main = run, config, main
+        self.file: Any = None
+        self.board: Any = None
+        self.bar: Any = None
+
+    def say(self, text: str) -> None:
+        if self.main:
+            if self.bar is not None:
+                self.bar.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, flush=True)
+
+    def open(self, step: int) -> None:
+        """Begin at `step`; what an earlier process logged after it is dropped, since it is computed again."""
+        if not self.main:
+            return
+        path = self.run / folder.LOG
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+            write_atomically(path, "".join(line + "\n" for line in kept).encode())
+        self.file = open(path, "a")  # noqa: SIM115 -- closed by close
+        if self.config.system.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(self.run / "tensorboard"), purge_step=step + 1)
+        self.bar = _bar(self.config.steps, step)
+
+    def close(self) -> None:
+        for part, end in ((self.bar, "stop"), (self.file, "close"), (self.board, "close")):
+            if part is not None:
+                getattr(part, end)()
+        self.bar = self.file = self.board = None
+
+    def record(self, step: int, seconds_left: float | None = None, **values: Any) -> None:
+        """Keep what is known of a step. Lists have one number a layer; text goes to TensorBoard as text."""
+        if not self.main:
+            return
+        self.file.write(json.dumps({"step": step, **_finite(values)}) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in values.items():
+                if isinstance(value, str):
+                    self.board.add_text(name, value, step)
+                elif isinstance(value, list):
+                    self.board.add_scalars(name, {f"layer {i}": x for i, x in enumerate(value)}, step)
+                elif isinstance(value, int | float):
+                    self.board.add_scalar(name, value, step)
+        shown = " ".join(
+            f"{heading} {form.format(_mean(values[name]))}"
+            for name, heading, form in SHOWN
+            if values.get(name) is not None
+        )
+        if seconds_left is not None:
+            shown += f" left {_duration(seconds_left)}"
+        if "loss" in values and self.bar is None:
+            print(f"step {step}/{self.config.steps} {shown}", flush=True)
+        elif "loss" in values:
+            self.bar.update(self.bar.task_ids[0], completed=step, shown=shown)
+
+    def advance(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=step)
+
+
+def _bar(steps: int, step: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console()
+    if not console.is_terminal:
+        return None
+    bar = Progress(BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"), console=console)
+    bar.add_task("", total=steps, completed=step, shown="")
+    bar.start()
+    return bar
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # cut off by the death of its process
+
+
+def _mean(value: Any) -> float:
+    return sum(value) / len(value) if isinstance(value, list) else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

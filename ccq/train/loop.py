@@ -1,0 +1,308 @@
+"""The training loop. One process on a CPU, one GPU, and torchrun over many run the same lines.
+
+A batch is a function of (seed, step), weights and moments are saved by name, and generators are seeded anew each step:
+so the state of a run is its weights, its moments and the step, and it goes on exactly, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ccq.data import DataError
+from ccq.data.batches import IGNORE, Batch, Steps, loader
+from ccq.data.counter import key_of
+from ccq.train import RunError, folder
+from ccq.train.checkpoint import Checkpoints, folder_of, newest
+from ccq.train.config import Config
+from ccq.train.data import accumulation, train_source, valid_source
+from ccq.train.log import Log
+from ccq.train.monitor import Gates, call, sample, tokenizer_of, validate
+from ccq.train.optimizer import decaying, learning_rate, make_optimizer, pure_decay, scale_, squared_norms
+from ccq.train.parallelize import make_model, parallelize
+from ccq.train.world import World, join
+
+# dense bf16 FLOP/s, from the vendors' data sheets
+PEAK = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a step, over all ranks."""
+
+    loss: float  # mean over the scored tokens
+    norm: float  # of the gradient, before clipping
+    lr: float
+    tokens: int  # that went through the model
+    scored: int
+    ok: bool  # False: loss or gradient was not finite, and the weights did not change
+
+
+class Trainer:
+    """Weights, moments and the step, and how one step changes them."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        model = make_model(config, world.device)
+        decay = decaying(model)
+        self.prepared = parallelize(model, config, world)
+        self.model = self.prepared.model
+        self.optimizer = make_optimizer(self.prepared.masters, decay, config.optimizer)
+        self.gates = Gates(self.model)
+        self.progress = {"step": 0, "skipped": 0, "in_a_row": 0}
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds; to be filled in place by one."""
+        masters = self.prepared.masters
+        return {
+            "model": {name: x.detach() for name, x in masters.items()},
+            "optimizer": {name: dict(self.optimizer.state[x]) for name, x in masters.items()},
+            "progress": self.progress,
+        }
+
+    def loaded(self, state: dict[str, Any]) -> None:
+        """After `state` was filled: what is no tensor, and what is computed with."""
+        self.progress = state["progress"]
+        self.prepared.refresh()
+
+    def step(self, batches: list[Batch]) -> Done:
+        """One step on this rank's micro-batches.
+
+        The loss is the sum over all ranks' scored tokens divided by their number: so each micro-batch's sum is divided
+        by the number of all before its backward, and gradients add up, over micro-batches and over ranks.
+        """
+        config, world, step = self.config, self.world, self.progress["step"]
+        torch.manual_seed(key_of("step", config.seed, step, world.rank))
+        lr = learning_rate(step, config)
+        local_scored = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+        scored, tokens = world.total(local_scored, sum(batch.input_ids.numel() for batch in batches))
+
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for batch in batches:
+            out = call(self.model, batch, world.device)
+            loss = out.loss * out.scored / max(scored, 1)
+            loss.backward()
+            total += loss.detach()
+        self.prepared.sum_whole()
+
+        gradients = self.prepared.gradients()
+        shards, whole = (x.to(world.device) for x in squared_norms(gradients))
+        here = torch.stack([total, shards, whole]).tolist()  # the one place where the host waits for the device
+        mean, squares = world.total(*here[:2])
+        norm = math.sqrt(squares + here[2])
+        ok = math.isfinite(mean) and math.isfinite(norm)
+        if ok:
+            clip = config.optimizer.clip
+            if clip is not None and norm > clip:
+                scale_(gradients, clip / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.prepared.refresh()
+        self.optimizer.zero_grad()
+        self.progress["step"] += 1
+        self.progress["skipped"] += not ok
+        self.progress["in_a_row"] = 0 if ok else self.progress["in_a_row"] + 1
+        return Done(mean, norm, lr, int(tokens), int(scored), ok)
+
+
+def train(config: Config, run: Path) -> int:
+    """Train, or go on training, in the folder `run`. Returns the exit code; RunError says what stops a run."""
+    config.check()
+    with join(config.system.device, config.system.timeout) as world, contextlib.ExitStack() as stack:
+        on_main(world, lambda: stack.enter_context(folder.locked(run)))
+        accumulation(config, world.size)
+        on_main(world, lambda: (train_source(config), valid_source(config)))  # before the folder is this run's
+        on_main(world, lambda: folder.claim(run, config))
+        log = Log(run, config, world.main)
+        if world.from_main(newest(run / folder.CHECKPOINTS) == config.steps):
+            log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` makes a model of it.")
+            return 0
+        checkpoints = Checkpoints(run / folder.CHECKPOINTS, world, config.system.keep)
+        try:
+            return Run(config, run, world, log, checkpoints).train()
+        except (DataError, OSError) as error:  # a missing shard, a full disk
+            raise RunError(f"{error}. {checkpoints.left()}") from error
+        except torch.cuda.OutOfMemoryError as error:
+            raise RunError(
+                f"out of GPU memory: take a smaller system.micro_batch (it is {config.system.micro_batch}) or "
+                f"system.activation_checkpointing. {checkpoints.left()}"
+            ) from error
+        except RuntimeError as error:
+            if isinstance(error, RunError) or world.size == 1 or not lost_rank(error):
+                raise
+            line = str(error).strip().splitlines()[0]
+            raise RunError(
+                f"another rank does not answer ({line}). {checkpoints.left()} Start again, with any number of ranks."
+            ) from error
+        finally:
+            log.close()
+
+
+def on_main(world: World, action: Callable[[], Any]) -> None:
+    """Do it on rank 0; where it fails, every rank raises."""
+    failed = None
+    if world.main:
+        try:
+            action()
+        except (RunError, ValueError, OSError) as error:  # DataError is a ValueError
+            failed = str(error)
+    failed = world.from_main(failed)
+    if failed is not None:
+        raise RunError(failed)
+
+
+def lost_rank(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        word in text for word in ("gloo", "connection", "nccl", "timed out")
+    )
+
+
+class Run:
+    """The loop, with all that happens between the steps."""
+
+    def __init__(self, config: Config, run: Path, world: World, log: Log, checkpoints: Checkpoints) -> None:
+        self.config, self.run, self.world, self.log, self.checkpoints = config, run, world, log, checkpoints
+        self.source, self.valid = train_source(config), valid_source(config)
+        self.accumulate = accumulation(config, world.size)
+        self.trainer = Trainer(config, world)
+        self.curve = pure_decay(config) if self.trainer.gates.cleaners else None
+        self.tokenizer = tokenizer_of(run) if config.system.sample_every else None
+        self.flops = flops_per_token(config)
+        self.seen = self.seconds = 0.0  # tokens and time of the steps since the last line of the log
+
+    def train(self) -> int:
+        config, trainer = self.config, self.trainer
+        state = trainer.state()
+        if self.checkpoints.load(state, self.log.say):
+            trainer.loaded(state)
+        start = trainer.progress["step"]
+        self.log.open(start)
+        self.log.say(f"resumed at step {start}" if start else self.headline())
+        steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
+        pinned = self.world.device.type == "cuda"
+        batches = iter(loader(steps, config.system.workers, pin_memory=pinned))
+        with stop_signals() as stop:
+            while trainer.progress["step"] < config.steps:
+                self.one_step(batches)
+                step = trainer.progress["step"]
+                stopped = self.world.total(float(bool(stop)))[0] > 0
+                if stopped or step == config.steps or step % config.system.checkpoint_every == 0:
+                    self.checkpoints.save(step, trainer.state(), wait=stopped or step == config.steps)
+                if stopped and step < config.steps:
+                    name = self.world.from_main(stop[0] if stop else "a signal")
+                    self.log.say(f"stopped by {name} at step {step}: saved, and the same command goes on from there")
+                    return 128 + getattr(signal, name, 15)
+        skipped = f", {trainer.progress['skipped']} skipped" if trainer.progress["skipped"] else ""
+        self.log.say(f"finished: {config.steps} steps{skipped}; {folder_of(self.checkpoints.root, config.steps)}")
+        return 0
+
+    def headline(self) -> str:
+        config = self.config
+        name = config.model.mixer + (" + CCQ" if config.model.clean else "")
+        parameters = sum(x.numel() for x in self.trainer.prepared.masters.values())
+        return (
+            f"{name}: {parameters:,} parameters, {config.dtype} on "
+            f"{self.world.size} x {self.world.device.type}, {config.data.batch} sequences a step "
+            f"({self.accumulate} micro-batches a rank), {config.steps:,} steps"
+        )
+
+    def one_step(self, batches: Iterator[list[Batch]]) -> None:
+        config, trainer, system = self.config, self.trainer, self.config.system
+        number = trainer.progress["step"] + 1
+        last = number == config.steps
+        logs = last or number % system.log_every == 0
+        trainer.gates.record(logs)
+        begin = time.perf_counter()
+        done = trainer.step(next(batches))
+        self.seconds += time.perf_counter() - begin
+        self.seen += done.tokens
+        if not done.ok:
+            self.skipped(number, done)
+        if logs:
+            self.log_step(number, done)
+        else:
+            self.log.advance(number)
+        if self.valid is not None and (last or number % system.validate_every == 0):
+            found = validate(trainer.model, config, self.world, self.valid)
+            self.log.record(number, **found)
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if "x" not in name)
+            self.log.say(f"step {number}: {shown}")
+        if self.tokenizer is not None and (last or number % system.sample_every == 0):
+            text = sample(trainer.model, config, self.world, self.tokenizer, number)
+            self.log.record(number, sample=text)
+            self.log.say(f"step {number}, sample: {text!r}")
+
+    def skipped(self, step: int, done: Done) -> None:
+        """Say so, and stop after a few in a row."""
+        row = self.trainer.progress["in_a_row"]
+        what = f"loss {done.loss}, gradient norm {done.norm}"
+        self.log.say(f"step {step} is skipped: {what}")
+        self.log.record(step, skipped=self.trainer.progress["skipped"])
+        if row >= self.config.system.patience:
+            self.checkpoints.wait()
+            raise RunError(f"{row} steps in a row were not finite ({what}). {self.checkpoints.left()}")
+
+    def log_step(self, step: int, done: Done) -> None:
+        rate = self.seen / self.seconds / self.world.size  # a rank
+        values: dict[str, Any] = {
+            "loss": done.loss, "lr": done.lr, "grad_norm": done.norm, "scored": done.scored,
+            "tokens_per_second": rate * self.world.size,
+        }  # fmt: skip
+        peak = peak_flops(self.world.device)
+        if peak is not None:
+            values["mfu"] = rate * self.flops / peak
+            values["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
+        if self.curve is not None:
+            values["lam"] = self.trainer.gates.means(self.world)
+            values["lam_of_decay_alone"] = float(self.curve[step])
+        each = self.seconds / max(1, step % self.config.system.log_every or self.config.system.log_every)
+        self.log.record(step, seconds_left=each * (self.config.steps - step), **values)
+        self.seen = self.seconds = 0.0
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """A list that gets the name of a SIGTERM or SIGINT; the second one is not caught."""
+    got: list[str] = []
+
+    def note(number: int, _frame: Any) -> None:
+        got.append(signal.Signals(number).name)
+        signal.signal(number, before[number])
+
+    before: dict[int, Any] = {}
+    for each in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError):  # not in the main thread
+            before[each] = signal.signal(each, note)
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def flops_per_token(config: Config) -> float:
+    """To train, at the recipe's length."""
+    from ccq.model.info import info
+    from ccq.train.config import model_config
+
+    length = config.data.length if config.data.source == "tokens" else max(s[0] for s in config.data.slices)
+    return info(model_config(config.model), length).train_flops
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a GPU that we know."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for gpu, peak in PEAK.items() if gpu in name), None)

@@ -1,0 +1,128 @@
+"""Looking at a model while it trains: validation, the gate, samples. All ranks take part, for the weights are shared.
+
+B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ccq.data.batches import IGNORE, Batch
+from ccq.data.counter import key_of
+from ccq.data.mqar import MQAR
+from ccq.data.windows import TokenWindows
+from ccq.mixers import QueryCleaner
+from ccq.train.config import Config
+from ccq.train.world import World
+
+
+@contextlib.contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def call(model: Any, batch: Batch, device: torch.device, **options: Any) -> Any:
+    """The model on a batch: the loss at scored positions, no logits. Borders stay on the host, which looks at them."""
+    ids, labels = (x.to(device, non_blocking=True) for x in (batch.input_ids, batch.labels))
+    return model(ids, shift_labels=labels, cu_seqlens=batch.cu_seqlens, use_cache=False, **options)
+
+
+def validate(model: Any, config: Config, world: World, source: TokenWindows | MQAR) -> dict[str, float]:
+    """Perplexity of windows in their order, or loss and accuracy of recall, over all and by kind of sample."""
+    if isinstance(source, MQAR):
+        return validate_recall(model, config, world, source)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    scored = 0
+    with looking(model):
+        batches = source.in_order(config.system.micro_batch, world.rank, world.size, config.system.validate_windows)
+        for batch in batches:
+            out = call(model, batch, world.device)
+            loss += out.loss.double() * out.scored
+            scored += int((batch.labels != IGNORE).sum())
+    total, count = world.total(loss.item(), scored)
+    mean = total / max(count, 1)
+    return {"valid_loss": mean, "valid_perplexity": math.exp(min(mean, 700.0))}
+
+
+def validate_recall(model: Any, config: Config, world: World, source: MQAR) -> dict[str, float]:
+    sums = torch.zeros(len(source.slices), 3, dtype=torch.float64, device=world.device)  # loss, right, asked
+    with looking(model):
+        for slice_, batch in source.in_order(config.system.micro_batch, world.rank, world.size):
+            out = call(model, batch, world.device, output_hidden_states=True)
+            labels = batch.labels.to(world.device)
+            asked = labels != IGNORE
+            guess = model.lm_head(out.hidden_states[-1][asked]).argmax(-1)
+            right = (guess == labels[asked]).sum()
+            sums[source.slices.index(slice_)] += torch.stack([out.loss.double() * out.scored, right, asked.sum()])
+    rows = torch.tensor(world.total(*sums.flatten().tolist()), dtype=torch.float64).view(-1, 3)
+    loss, right, asked = rows.sum(0).tolist()
+    by_slice = {
+        f"valid_accuracy_{s.length}x{s.pairs}": (row[1] / row[2]).item()
+        for s, row in zip(source.slices, rows, strict=True)
+    }
+    return {"valid_loss": loss / asked, "valid_accuracy": right / asked, **by_slice}
+
+
+class Gates:
+    """The cleaners of a model, and the lam they used."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.cleaners = [m for m in model.modules() if isinstance(m, QueryCleaner) and m.clean]
+
+    def record(self, on: bool) -> None:
+        for cleaner in self.cleaners:
+            cleaner.record = on
+
+    def means(self, world: World) -> list[float]:
+        """Mean lam of each layer in the last forward, over tokens, heads and ranks."""
+        local: list[Tensor] = [c.lam.double().mean() for c in self.cleaners if c.lam is not None]
+        for cleaner in self.cleaners:
+            cleaner.lam = None
+        if not local:
+            return []
+        return [x / world.size for x in world.total(*torch.stack(local).tolist())]
+
+
+def sample(model: Any, config: Config, world: World, tokenizer: Any, step: int) -> str:
+    """Text that follows the prompt (or the start of a text), drawn at temperature 1, the same for the same step.
+
+    Without a cache, since the weights of a layer may lie on other ranks until its forward is called; of one length,
+    since compiled code is made for a shape. What follows a position does not reach it.
+    """
+    prompt = tokenizer(config.system.sample_prompt)["input_ids"] if config.system.sample_prompt else []
+    tokens = [tokenizer.eos_token_id, *prompt]
+    length = max(config.system.sample_tokens, len(tokens) + 1)
+    ids = torch.full((1, length), tokenizer.eos_token_id, device=world.device)
+    ids[0, : len(tokens)] = torch.tensor(tokens, device=world.device)
+    rng = torch.Generator().manual_seed(key_of("sample", config.seed, step))
+    with looking(model):
+        for at in range(len(tokens), length):
+            keep = torch.tensor([at - 1], device=world.device)
+            logits = model(ids, use_cache=False, logits_to_keep=keep).logits[0, -1]
+            token = torch.multinomial(logits.double().softmax(-1).cpu(), 1, generator=rng)
+            ids[0, at] = world.from_main(int(token))
+            if int(ids[0, at]) == tokenizer.eos_token_id:
+                return tokenizer.decode(ids[0, 1:at].tolist())
+    return tokenizer.decode(ids[0, 1:].tolist())
+
+
+def tokenizer_of(run: Path) -> Any:
+    """The tokenizer that a run keeps, None where it has none."""
+    from ccq.data.tokenizer import load_tokenizer
+    from ccq.train import folder
+
+    path = run / folder.TOKENIZER
+    return load_tokenizer(path) if path.is_dir() else None

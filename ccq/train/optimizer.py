@@ -1,0 +1,109 @@
+"""AdamW with the right parameters decaying, the learning rate of a step, and where decay alone takes the gate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ccq.mixers import no_weight_decay
+from ccq.train.config import Config, Optimizer
+
+GATE_BIAS = "cleaner.gate_bias"
+
+
+def decaying(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay pulls to zero: matrices, and the gate's bias if its config says so.
+
+    Not: what a module names in `no_weight_decay` (A_log, dt_bias, ...), and vectors (norms, biases).
+    """
+    kept = no_weight_decay(model)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if name not in kept and (parameter.ndim >= 2 or name.endswith(GATE_BIAS))
+    }
+
+
+def make_optimizer(masters: dict[str, Tensor], decay: set[str], options: Optimizer) -> torch.optim.AdamW:
+    """AdamW over the fp32 weights, with its moments there from the start, so that a checkpoint can fill them."""
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for name, parameter in masters.items():  # a foreach over sharded and whole tensors together is refused by torch
+        groups.setdefault((name in decay, isinstance(parameter, DTensor)), []).append(parameter)
+    fused = next(iter(masters.values())).device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
+            for (decays, _), parameters in groups.items()
+        ],
+        lr=0.0,
+        betas=options.betas,
+        eps=options.eps,
+        fused=fused,
+        foreach=not fused,
+    )
+    for parameter in masters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # at rate 0, so nothing moves
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Of the step after `step` others: linear up to `lr`, then a cosine that would reach 0 with one step more.
+
+    lr (step + 1) / warmup                                        step < warmup
+    lr (1 + cos(pi (step - warmup) / (steps - warmup))) / 2       then
+    """
+    options = config.optimizer
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    if options.schedule == "constant":
+        return options.lr
+    done = (step - options.warmup) / max(1, config.steps - options.warmup)
+    return options.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def pure_decay(config: Config) -> np.ndarray:
+    """[steps + 1]: sigmoid(b) of the gate after each step if no gradient ever reached b, only weight decay.
+
+        b_n = b_0 prod_{i < n} (1 - lr_i weight_decay)          b_0 = logit(gate_init)
+
+    A gate that merely follows this curve has learned nothing.
+    """
+    start = math.log(config.model.gate_init / (1 - config.model.gate_init))
+    decay = config.optimizer.weight_decay if config.model.decay_gate_bias else 0.0
+    rates = np.array([learning_rate(step, config) for step in range(config.steps)])
+    bias = start * np.concatenate([[1.0], np.cumprod(1 - decay * rates)])
+    return 1 / (1 + np.exp(-bias))
+
+
+def squared_norms(gradients: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums of squares on this rank, in fp64: of the shards, which ranks add up, and of what all ranks have."""
+    shards: list[Tensor] = []
+    whole: list[Tensor] = []
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            shards.append(gradient.to_local())
+        else:
+            whole.append(gradient)
+    return _squares(shards), _squares(whole)
+
+
+def _squares(tensors: list[Tensor]) -> Tensor:
+    filled = [x for x in tensors if x.numel()]  # a rank may hold nothing of a small tensor
+    if not filled:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(filled)).double().square().sum()
+
+
+def scale_(gradients: Iterable[Tensor], factor: float) -> None:
+    local: list[Any] = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    torch._foreach_mul_(local, factor)

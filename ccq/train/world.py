@@ -1,0 +1,83 @@
+"""The processes of a run. One process is a world of one: the same calls, the same code.
+
+What is small and decides (counts, losses, flags) is added up on the host, in fp64, through gloo: no rank waits for its
+GPU to know what the others do. What is large (weights, gradients) goes through FSDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from ccq.train import RunError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    background: Any = None  # a process group of its own for the thread that writes checkpoints
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def total(self, *values: float) -> list[float]:
+        """Each value, added up over all ranks; the same numbers on each of them."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(numbers)
+        return numbers.tolist()
+
+    def from_main(self, value: T) -> T:
+        """What rank 0 has."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def pick_device(name: str | None, local_rank: int) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise RunError(f"system.device: {name!r} was asked for, and torch sees no GPU (`ccq doctor` says why)")
+        device = torch.device("cuda", local_rank if name == "cuda" else torch.device(name).index)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(name)
+
+
+@contextlib.contextmanager
+def join(device: str | None = None, timeout: int = 600) -> Iterator[World]:
+    """The world that torchrun describes, or one process; left as it was found."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    place = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    ours = not dist.is_initialized()
+    if ours:
+        backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=HashStore() if size == 1 else None,
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    try:
+        background = dist.new_group(backend="gloo")
+        yield World(dist.get_rank(), dist.get_world_size(), place, background)
+    finally:
+        if ours:
+            dist.destroy_process_group()

@@ -1,0 +1,271 @@
+"""A run that is killed loses nothing: it goes on from the newest whole checkpoint, and ends with the same bits."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from train_helpers import assert_bit_equal, contents, log_of, names, small, start
+
+from ccq.train import RunError, loop
+from ccq.train.checkpoint import Checkpoints
+from ccq.train.loop import train
+
+STEPS = 24
+
+
+def config(**changes):
+    return small("ccq-gated-deltanet", steps=STEPS, dtype="fp32", keep=2, **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights and moments of a run that nothing happened to."""
+    run = tmp_path_factory.mktemp("undisturbed")
+    assert train(config(), run) == 0
+    return contents(run / "checkpoints" / f"step-{STEPS:08d}")
+
+
+def train_and_die(run, kill_at, where):
+    """In a process of its own: note each step, and die at one of them."""
+    take_step = loop.Trainer.step
+
+    def step(trainer, batches):
+        done = take_step(trainer, batches)
+        number = trainer.progress["step"]
+        with open(run / "steps.txt", "a") as file:
+            file.write(f"{number}\n")
+        if where == "step" and number == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    def die_before(owner, name):
+        method = getattr(owner, name)
+
+        def dying(self, *arguments, **options):
+            if loop_step() >= kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(self, *arguments, **options)
+
+        setattr(owner, name, dying)
+
+    def loop_step():
+        return int((run / "steps.txt").read_text().split()[-1])
+
+    loop.Trainer.step = step
+    if where == "data":  # the tensors lie on disk, what says where they are does not
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        die_before(FileSystemWriter, "finish")
+    elif where == "seal":  # all of it does, but for the name
+        die_before(Checkpoints, "_seal")
+    return train(config(), run)
+
+
+def killed(run, kill_at, where):
+    """Run until it dies; the steps that it took."""
+    taken = run / "steps.txt"
+    taken.write_text("0\n")
+    process = start(train_and_die, run, kill_at, where, output=run / "out.txt")
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, (run / "out.txt").read_text()
+    return [int(line) for line in taken.read_text().split()][1:]
+
+
+@pytest.mark.parametrize("where", ["step", "data", "seal"])
+def test_killed_it_ends_with_the_same_bits(tmp_path, undisturbed, where):
+    rng = random.Random(where)
+    kills = {  # never so early that nothing could have been saved
+        "step": sorted(rng.sample(range(7, STEPS), 3)),
+        "data": [10],
+        "seal": [15],
+    }[where]
+    have: list[int] = []
+    for kill_at in kills:
+        steps = killed(tmp_path, kill_at, where)
+        before = have[-1] if have else 0
+        assert steps[0] == before + 1  # from the newest checkpoint, not from the start
+        assert steps == list(range(before + 1, steps[-1] + 1))
+        assert (f"resumed at step {before}\n" in (tmp_path / "out.txt").read_text()) == (before > 0)
+        have = names(tmp_path)
+        # what may be lost is the checkpoint that was being written, no more
+        assert have[-1] >= 5 * (steps[-1] // 5) - 5
+        assert have[-1] > 0
+    assert train(config(), tmp_path) == 0
+    assert log_of(tmp_path)[-1]["step"] == STEPS
+    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    logged = [row["step"] for row in log_of(tmp_path)]
+    assert logged == sorted(set(logged))  # nothing twice
+
+
+def stop_at(monkeypatch, at, number=signal.SIGTERM):
+    """Send this process a signal in the middle of a step."""
+    take_step = loop.Trainer.step
+
+    def step(trainer, batches):
+        if trainer.progress["step"] == at:
+            os.kill(os.getpid(), number)
+        return take_step(trainer, batches)
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(tmp_path, undisturbed, monkeypatch, capsys, number):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    stop_at(monkeypatch, 7, number)
+    assert train(config(), tmp_path) == 128 + number
+    assert f"stopped by {number.name} at step 8" in capsys.readouterr().out
+    assert names(tmp_path)[-1] == 8
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    monkeypatch.undo()
+    assert train(config(), tmp_path) == 0
+    assert "resumed at step 8" in capsys.readouterr().out
+    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, capsys):
+    run = small(steps=5)
+    assert train(run, tmp_path) == 0
+    files = {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*")}
+    capsys.readouterr()
+    assert train(run, tmp_path) == 0
+    assert "is finished: 5 steps" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*")} == files
+
+
+def truncate(checkpoint):
+    file = next(checkpoint.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+    return file.name
+
+
+def scramble(checkpoint):
+    """A file of the right size and wrong content."""
+    file = checkpoint / ".metadata"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    return "step-"
+
+
+def lose(name):
+    def lost(checkpoint):
+        (checkpoint / name).unlink()
+        return name
+
+    return lost
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, lose(".metadata"), lose("complete.json"), scramble],
+    ids=["truncated", "no metadata", "no marker", "scrambled"],
+)
+def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, undisturbed, monkeypatch, capsys, damage):
+    stop_at(monkeypatch, 11)
+    train(config(), tmp_path)
+    monkeypatch.undo()
+    assert names(tmp_path) == [10, 12]
+    said = damage(tmp_path / "checkpoints" / "step-00000012")
+    capsys.readouterr()
+    assert train(config(), tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "step-00000012 is damaged" in out
+    assert said in out
+    assert "resumed at step 10" in out
+    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+def test_nothing_but_damaged_checkpoints_is_no_reason_to_start_over(tmp_path, monkeypatch):
+    stop_at(monkeypatch, 6)
+    train(config(), tmp_path)
+    for step in names(tmp_path):
+        truncate(tmp_path / "checkpoints" / f"step-{step:08d}")
+    with pytest.raises(RunError, match=r"every checkpoint in .* is damaged"):
+        train(config(), tmp_path)
+
+
+def test_the_last_few_checkpoints_are_kept(tmp_path):
+    train(small(steps=9, checkpoint_every=2, keep=3), tmp_path)
+    assert names(tmp_path) == [6, 8, 9]
+
+
+def test_a_checkpoint_is_what_was_saved_though_training_goes_on(tmp_path, monkeypatch):
+    """It is written in the background; what is written must not change meanwhile."""
+    write = Checkpoints._seal
+    weights = {}
+    take_step = loop.Trainer.step
+
+    def slow(self, partial, step):
+        time.sleep(0.3)
+        write(self, partial, step)
+
+    def step(trainer, batches):
+        done = take_step(trainer, batches)
+        weights[trainer.progress["step"]] = {n: x.detach().clone() for n, x in trainer.prepared.masters.items()}
+        return done
+
+    monkeypatch.setattr(Checkpoints, "_seal", slow)
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    train(small(steps=9, keep=9), tmp_path)
+    saved = contents(tmp_path / "checkpoints" / "step-00000005")
+    for name, x in weights[5].items():
+        assert torch.equal(saved[f"model/{name}"], x)
+        assert not torch.equal(weights[6][name], x)
+
+
+def test_a_second_process_is_refused(tmp_path):
+    process = start(hold_lock, tmp_path)
+    while not (tmp_path / "held").exists():
+        assert process.is_alive()
+        time.sleep(0.05)
+    with pytest.raises(RunError, match=f"in use by another process: process {process.pid} on "):
+        train(small(steps=5), tmp_path)
+    os.kill(process.pid, signal.SIGKILL)  # a dead process holds nothing
+    process.join()
+    assert train(small(steps=5), tmp_path) == 0
+
+
+def hold_lock(run):
+    from ccq.train.folder import locked
+
+    with locked(run):
+        (run / "held").touch()
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"lr": 2e-3}, "optimizer.lr: the run has 0.001, asked for 0.002"),
+        ({"steps": 30}, "steps: the run has 24, asked for 30"),
+        ({"seed": 1}, "seed: the run has 0, asked for 1"),
+        ({"gate_init": 0.1}, "model.gate_init"),
+        ({"slices": ((16, 2, 301), (24, 3, 300))}, "data.slices"),
+        ({"dtype": "fp64"}, "dtype"),
+    ],
+)
+def test_another_config_is_refused_by_the_field(tmp_path, changes, field):
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config())))
+    options = {"steps": STEPS, "dtype": "fp32", "keep": 2, **changes}
+    with pytest.raises(RunError, match="holds another run") as refused:
+        train(small("ccq-gated-deltanet", **options), tmp_path)
+    assert field in str(refused.value)
+    assert str(refused.value).count("the run has") == 1
+
+
+def asdict(config):
+    import dataclasses
+
+    return dataclasses.asdict(config)
+
+
+def test_how_it_runs_may_change(tmp_path, undisturbed, monkeypatch):
+    stop_at(monkeypatch, 6)
+    train(config(), tmp_path)
+    monkeypatch.undo()
+    assert train(config(workers=1, log_every=3, checkpoint_every=7), tmp_path) == 0
+    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)

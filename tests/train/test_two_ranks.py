@@ -1,0 +1,262 @@
+"""Two ranks with FSDP2 compute what one computes, and go on from each other's checkpoints.
+
+All of it runs in one pair of processes, whose results the tests look at.
+"""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from train_helpers import contents, free_port, log_of, names, small, start
+
+from ccq.data.batches import IGNORE, Steps
+from ccq.train import RunError, loop
+from ccq.train.data import train_source
+from ccq.train.loop import Trainer, train
+from ccq.train.world import join
+
+SYSTEMS = ("gla", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
+STEPS = 20
+RESUME = {"system": "ccq-gated-deltanet", "steps": 12}
+STOPS = (4, 9)  # one rank stops at the first of them, two go on to the second, one finishes
+
+
+class Uneven:
+    """A source in which each sequence has its own number of scored tokens, whatever rank it comes to."""
+
+    def __init__(self, source):
+        self.source, self.batch_size, self.vocab_size = source, source.batch_size, source.vocab_size
+
+    def batch(self, step, rank=0, world=1):
+        batch = self.source.batch(step, rank, world)
+        labels = batch.input_ids.roll(-1, 1)
+        length = labels.shape[1]
+        for row, number in zip(labels, batch.window_ids.tolist(), strict=True):
+            row[np.random.default_rng(number).permutation(length)[: 1 + number % (length - 1)]] = IGNORE
+        return batch._replace(labels=labels)
+
+
+def twenty_steps(config, world, accumulate=1, steps=STEPS, change=None):
+    """(Or fewer.) Losses, gradient norms, scored tokens of this rank at each step, and the gradients of the first."""
+    trainer = Trainer(config, world)
+    if change is not None:
+        change(trainer)
+    first = {}
+    norms = loop.squared_norms
+
+    def note(gradients):
+        if not first:
+            for name, x in trainer.prepared.masters.items():
+                first[name] = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad.clone()
+        return norms(gradients)
+
+    loop.squared_norms = note
+    try:
+        batches = iter(Steps(Uneven(train_source(config)), world.rank, world.size, accumulate))
+        rows = []
+        for _ in range(steps):
+            here = next(batches)
+            scored = sum(int((b.labels != IGNORE).sum()) for b in here)
+            done = trainer.step(here)
+            rows.append((done.loss, done.norm, scored))
+    finally:
+        loop.squared_norms = norms
+    return {"rows": rows, "gradients": first}
+
+
+def cases():
+    for system in SYSTEMS:
+        yield system, small(system, dtype="fp64"), STEPS
+    yield "fp32", small("ccq-gla", dtype="fp32"), STEPS
+    yield "checkpointed", small("ccq-gated-deltanet", dtype="fp64", activation_checkpointing=True), 3
+
+
+def wrong_scale(trainer):
+    """The mistake that Adam hides: gradients too large by the number of ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1 / 2)
+
+
+def watched(run, stop):
+    """Train, noting the windows of each step, and send SIGTERM to this process after `stop` steps."""
+    take_step = loop.Trainer.step
+
+    def step(trainer, batches):
+        ids = torch.cat([batch.window_ids for batch in batches]).tolist()
+        with open(run / f"windows-{trainer.world.size}-{trainer.world.rank}.txt", "a") as file:
+            print(trainer.progress["step"], *ids, file=file)
+        if trainer.progress["step"] + 1 == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(trainer, batches)
+
+    loop.Trainer.step = step
+    try:
+        return train(small(**RESUME), run)
+    finally:
+        loop.Trainer.step = take_step
+
+
+def of_two(out, run):
+    """What each of the two processes does."""
+    with join("cpu", timeout=120) as world:
+        results = {}
+        for name, config, steps in cases():
+            results[name] = twenty_steps(config, world, 2, steps)
+        results["wrong"] = twenty_steps(small("gla", dtype="fp64"), world, 2, steps=1, change=wrong_scale)
+        results["sharded"] = shapes(world)
+        code = watched(run, STOPS[1] if world.rank == 1 else None)  # one rank is told, both stop
+        torch.save({**results, "code": code}, out / f"rank-{world.rank}.pt")
+        lose_a_rank(out, world)
+
+
+def lose_a_rank(out, world):
+    """Rank 1 dies in the middle of a run; rank 0 notes what it says then."""
+    take_step = loop.Trainer.step
+
+    def step(trainer, batches):
+        if world.rank == 1 and trainer.progress["step"] == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take_step(trainer, batches)
+
+    loop.Trainer.step = step
+    try:
+        train(small("gla"), out / "lost")
+    except RunError as error:
+        (out / "lost.txt").write_text(str(error))
+    os._exit(0)  # there is nobody left to part from
+
+
+def shapes(world):
+    """How many elements of the weights this rank holds, of how many, and the dtypes they are computed with."""
+    config = small("ccq-gated-deltanet", dtype="fp32")
+    prepared = Trainer(config, world).prepared
+    local = sum(x.to_local().numel() for x in prepared.masters.values() if isinstance(x, DTensor))
+    whole = sum(x.numel() for x in prepared.masters.values() if isinstance(x, DTensor))
+    return local, whole, [n for n, x in prepared.masters.items() if not isinstance(x, DTensor)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Results of both ranks, and the folder of a run that one, two, and again one of them trained."""
+    out = tmp_path_factory.mktemp("two")
+    run = out / "run"
+    assert watched_alone(run, STOPS[0]) == 128 + signal.SIGTERM
+    port = free_port()
+    processes = [start(of_two, out, run, rank=r, world=2, port=port, output=out / f"{r}.txt") for r in (0, 1)]
+    for rank, process in enumerate(processes):
+        process.join(180)
+        assert process.exitcode == (-signal.SIGKILL if rank else 0), (out / f"{rank}.txt").read_text()
+    results = [torch.load(out / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert watched_alone(run, None) == 0
+    return results, run
+
+
+def watched_alone(run, stop):
+    run.mkdir(exist_ok=True)
+    return watched(run, stop)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with join("cpu") as world:
+        results = {name: twenty_steps(config, world, steps=steps) for name, config, steps in cases()}
+        return {**results, "still": twenty_steps(small("gla", lr=0.0), world)}
+
+
+def test_ranks_score_different_numbers_of_tokens(pair):
+    (first, second), _ = pair
+    for name in SYSTEMS:
+        counts = [(a[2], b[2]) for a, b in zip(first[name]["rows"], second[name]["rows"], strict=True)]
+        assert all(a != b for a, b in counts[:3])
+        assert len({a + b for a, b in counts}) > 5
+
+
+@pytest.mark.parametrize("name", [*SYSTEMS, "checkpointed"])
+def test_two_ranks_compute_what_one_computes(pair, alone, name):
+    (first, second), _ = pair
+    one = alone[name]
+    for two in (first[name], second[name]):  # all ranks know all of it
+        for (loss, _, _), (ref_loss, _, _) in zip(two["rows"], one["rows"], strict=True):
+            assert loss == pytest.approx(ref_loss, abs=1e-9, rel=0)
+        assert two["rows"][0][1] == pytest.approx(one["rows"][0][1], abs=1e-10, rel=0)
+        assert two["gradients"].keys() == one["gradients"].keys()
+        for parameter, gradient in one["gradients"].items():
+            assert (two["gradients"][parameter] - gradient).abs().max() <= 1e-10, parameter
+            assert gradient.abs().max() > 1e-6 or "gate" in parameter, parameter  # else nothing is compared
+    still = alone["still"]["rows"]  # the weights do move: equal losses are not those of the first weights
+    assert name != "gla" or abs(one["rows"][-1][0] - still[-1][0]) > 1e-3
+
+
+def test_in_fp32_too(pair, alone):
+    (first, _), _ = pair
+    for two, one in zip(first["fp32"]["rows"], alone["fp32"]["rows"], strict=True):
+        assert two[0] == pytest.approx(one[0], abs=1e-5)
+        assert two[1] == pytest.approx(one[1], rel=1e-4)
+
+
+def test_gradients_scaled_by_the_ranks_do_not_pass(pair, alone):
+    (first, _), _ = pair
+    wrong, right = first["wrong"], alone["gla"]
+    assert wrong["rows"][0][0] == pytest.approx(right["rows"][0][0], abs=1e-9)  # the loss does not tell
+    assert abs(wrong["rows"][0][1] - right["rows"][0][1]) > 1e-3
+    assert max((wrong["gradients"][n] - g).abs().max() for n, g in right["gradients"].items()) > 1e-4
+
+
+def test_each_rank_holds_its_half(pair):
+    (first, second), _ = pair
+    (a, total, whole), (b, _, _) = first["sharded"], second["sharded"]
+    assert a + b == total
+    assert 0.4 < a / total < 0.6
+    kept = {name.rsplit(".", 1)[1] for name in whole}
+    assert kept == {"gate_weight", "gate_bias", "A_log", "dt_bias"}  # what stays in fp32
+
+
+def test_one_two_one_sees_the_same_windows_and_ends_with_the_same_weights(pair, tmp_path):
+    (first, second), run = pair
+    assert first["code"] == second["code"] == 128 + signal.SIGTERM
+    seen = {}
+    for size, rank in ((1, 0), (2, 0), (2, 1)):
+        for line in (run / f"windows-{size}-{rank}.txt").read_text().splitlines():
+            step, *ids = map(int, line.split())
+            seen.setdefault(step, []).extend(ids)
+    config = small(**RESUME)
+    source = train_source(config)
+    assert dict(sorted(seen.items())) == {step: source.batch(step).window_ids.tolist() for step in range(config.steps)}
+    assert [row["step"] for row in log_of(run)] == [5, 10, 12]
+
+    train(config, tmp_path)
+    ref = contents(tmp_path / "checkpoints" / f"step-{config.steps:08d}")
+    got = contents(run / "checkpoints" / f"step-{config.steps:08d}")
+    assert ref.keys() == got.keys()
+    for name, x in ref.items():
+        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-9, msg=name)
+    assert STOPS[1] in names(run)  # two ranks saved it, one loaded it
+
+
+def test_a_lost_rank_is_said_and_the_checkpoint_stays(pair, capsys):
+    _, run = pair
+    said = (run.parent / "lost.txt").read_text()
+    assert said.startswith("another rank does not answer (")
+    assert "The last good checkpoint is" in said
+    assert "step-00000005. Start again" in said
+    assert train(small("gla"), run.parent / "lost") == 0
+    assert "resumed at step 5" in capsys.readouterr().out
+
+
+def test_ranks_must_divide_the_batch():
+    from ccq.train.data import accumulation
+
+    config = small(batch=6, micro_batch=2)
+    assert accumulation(config, 1) == 3
+    assert accumulation(config, 3) == 1
+    assert accumulation(small(batch=2, micro_batch=8), 2) == 1
+    with pytest.raises(RunError, match=r"data.batch: 6 sequences cannot be shared by 4 ranks"):
+        accumulation(config, 4)
+    with pytest.raises(RunError, match=r"system.micro_batch: expected a divisor of the 6 sequences"):
+        accumulation(small(batch=6, micro_batch=4), 1)
