@@ -85,9 +85,6 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         raise EvaluationError(f"the suite {suite} needs a tokenizer, and {name} has none: give one with --tokenizer")
     out, requests = options.out, options.out / "requests" / f"{suite}.npz"
     answers_path = out / "responses" / f"{suite}.jsonl"
-    if options.again and options.stage in ("all", "score"):
-        answers_path.unlink(missing_ok=True)
-        (out / f"{suite}.json").unlink(missing_ok=True)
     asked = None
     if options.stage in ("all", "requests"):
         asked = module.build(options, tokenizer)
@@ -101,8 +98,13 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
         raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
     if options.stage == "metrics":
+        if not answers_path.exists():
+            raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
         responses = Responses(answers_path, {})
     else:
+        if options.again:  # only now: had the data been missing, what is finished would have stayed
+            answers_path.unlink(missing_ok=True)
+            (out / f"{suite}.json").unlink(missing_ok=True)
         identity = {"model_hash": model_hash(model), "dtype": str(model.dtype).removeprefix("torch.")}
         done = read_result(out, suite)
         if (
@@ -226,8 +228,8 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
     result = {
         "suite": suite,
         "finished": True,
-        "limit": options.limit,
-        "quick_look": options.limit is not None,
+        "limit": asked.settings["limit"],
+        "quick_look": asked.settings["limit"] is not None,
         "scores": clean(scores),
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},

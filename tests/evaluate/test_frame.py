@@ -113,6 +113,14 @@ def test_a_finished_run_is_not_run_again_unless_asked(llama, tokenizer, data, tm
     assert again["scores"] == json.loads(json.dumps(first["scores"]))
 
 
+def test_what_is_finished_stays_if_running_it_again_fails(llama, tokenizer, data, tmp_path):
+    evaluate(llama, tokenizer, "length", length_options(tmp_path / "out", data))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(EvaluationError, match="is missing"):
+        evaluate(llama, tokenizer, "length", length_options(tmp_path / "out", tmp_path, again=True))
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_more_of_the_same_asks_only_what_is_new(llama, tokenizer, data, tmp_path, monkeypatch):
     evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=2))
     asked = stop_after(monkeypatch, None)
@@ -299,10 +307,12 @@ def test_a_foreign_tokenizer_is_noticed(tokenizer, data, tmp_path):
         evaluate(make_model("llama", vocabulary=300), tokenizer, "length", length_options(tmp_path, data))
 
 
-def test_scoring_without_requests_is_refused(llama, tokenizer, tmp_path):
+def test_scoring_without_requests_is_refused(llama, tokenizer, data, tmp_path):
     with pytest.raises(EvaluationError, match=r"length.npz is not there: make it with --stage requests"):
         evaluate(llama, tokenizer, "length", Options(out=tmp_path, stage="score"))
-    (tmp_path / "requests").mkdir()
+    evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="requests"))
+    with pytest.raises(EvaluationError, match=r"length.jsonl is not there: make it with --stage score"):
+        evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="metrics"))
     (tmp_path / "requests" / "length.npz").write_bytes(b"PK nonsense")
     with pytest.raises(EvaluationError, match=r"length.npz is damaged"):
         evaluate(llama, tokenizer, "length", Options(out=tmp_path, stage="score"))
@@ -316,8 +326,9 @@ def test_stages_equal_one_call(llama, tokenizer, data, tmp_path, suite):
     evaluate(None, tokenizer, suite, three)
     three.stage = "score"
     evaluate(llama, None, suite, three)
-    three.stage = "metrics"
+    three.stage, three.limit = "metrics", None
     staged = evaluate(None, tokenizer, suite, three)
+    assert staged["limit"] == whole["limit"]
     assert staged["scores"] == whole["scores"]
     assert (tmp_path / "one" / f"{suite}.jsonl").read_text() == (tmp_path / "three" / f"{suite}.jsonl").read_text()
 
