@@ -108,7 +108,7 @@ def shard(model: CCQForCausalLM, config: Config, world: World) -> Prepared:
 def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> Prepared:
     """Weights in `dtype` to compute with, masters as they were to optimize, in which gradients are added up."""
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    model.to(dtype)
+    nn.Module.to(model, dtype)  # transformers wraps its own
     copies: list[tuple[Tensor, Tensor]] = []
     for name, parameter in model.named_parameters():
         if parameter.dtype == masters[name].dtype:  # a delicate one: it is its own master

@@ -1,0 +1,116 @@
+"""`ccq bench train`: whole training steps of 32K tokens over sequence lengths: the paper's efficiency figure.
+
+The trainer's own step: bf16 weights, fp32 masters, forward, backward, clipping, AdamW. Random tokens, one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.timing import summarise
+from ccq.data.batches import Batch
+
+SYSTEMS = ("gla", "gla_unit", "ccq_gla", "gated_deltanet", "ccq_gated_deltanet", "transformer")
+CONTROL = {"ccq_gla": "gla_unit", "ccq_gated_deltanet": "gated_deltanet"}  # that a ratio is taken to
+# The paper's full 1.3B runs, a GPU of eight with FSDP at 64K tokens a GPU: tokens/s and peak GiB. Ratios compare.
+PAPER = {
+    "gla": (41.6e3, 87.5),
+    "ccq_gla": (34.8e3, 99.9),
+    "gated_deltanet": (45.1e3, 81.5),
+    "ccq_gated_deltanet": (37.8e3, 93.6),
+}
+
+
+def batch_of(tokens: int, length: int, vocabulary: int, step: int) -> Batch:
+    rng = torch.Generator().manual_seed(step)
+    ids = torch.randint(vocabulary, (tokens // length, length + 1), generator=rng)
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, torch.arange(tokens // length))
+
+
+def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
+    """Milliseconds of a step (it ends with the host waiting for the device), and the peak of memory."""
+    samples = []
+    for step in range(warmup + steps):
+        batch = batch_of(tokens, length, trainer.config.model.vocab_size, step)
+        if step == warmup:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        done = trainer.step([batch])
+        torch.cuda.synchronize()
+        if not done.ok:
+            raise RuntimeError(f"step {step}: loss {done.loss}, gradient norm {done.norm}: not worth timing")
+        if step >= warmup:
+            samples.append(1e3 * (time.perf_counter() - begin))
+    timing = summarise(samples)
+    return {
+        "step_ms": timing._asdict(),
+        "tokens_per_second": 1e3 * tokens / timing.median,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ccq bench train", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--size", default="1.3b")
+    parser.add_argument("--lengths", default="2048,4096,8192,16384")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--note", help="kept in the result file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "train_h200.json")
+    args = parser.parse_args(argv)
+
+    from ccq.model.info import info
+    from ccq.recipes import recipe
+    from ccq.train.config import model_config
+    from ccq.train.loop import Trainer, peak_flops
+    from ccq.train.world import join
+
+    rows: list[dict] = []
+    with join("cuda") as world:
+        peak = peak_flops(world.device)
+        for system in args.systems.split(","):
+            config = recipe(f"{system}_{args.size}")
+            config.system.compile = args.compile
+            config.system.activation_checkpointing = args.activation_checkpointing
+            trainer = Trainer(config, world)
+            for length in map(int, args.lengths.split(",")):
+                row = {"system": system, "size": args.size, "length": length, "tokens": args.tokens, "dtype": "bf16"}
+                row |= measure(trainer, args.tokens, length, args.steps, args.warmup)
+                flops = info(model_config(config.model), length).train_flops
+                row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
+                row["paper"] = PAPER.get(system) if args.size == "1.3b" and length == 4096 else None
+                control = next(
+                    (r for r in rows if (r["system"], r["length"]) == (CONTROL.get(system), length)), None
+                )  # fmt: skip
+                rows.append(row)
+                print(describe(row, control), flush=True)
+            del trainer
+            gc.collect()
+            torch.cuda.empty_cache()
+    options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
+    write(args.out, {**provenance(), "note": args.note, **options, "rows": rows})
+    return 0
+
+
+def describe(row: dict, control: dict | None) -> str:
+    def ratio(name: str) -> str:
+        return "" if control is None else f" ({row[name] / control[name]:.3f} of {control['system']})"
+
+    mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    paper = "" if row["paper"] is None else f"   paper {row['paper'][0]:,.0f} tok/s, {row['paper'][1]} GiB"
+    return (
+        f"{row['system']:<20} T {row['length']:<6} {row['tokens_per_second']:8,.0f} tok/s{ratio('tokens_per_second')}"
+        f"   MFU {mfu}   {row['peak_gib']:.1f} GiB{ratio('peak_gib')}{paper}"
+    )

@@ -1,0 +1,230 @@
+"""Recipes are the paper's, the command line can change any field, and a plan adds up."""
+
+import json
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from train_helpers import small
+
+from ccq import cli
+from ccq.model import CCQConfig
+from ccq.recipes import PAPER, RECIPES, SIZES, SYSTEMS, recipe
+from ccq.train import RunError, command, plan
+from ccq.train import config as configs
+from ccq.train.config import model_config
+
+PRESETS = {
+    "transformer": "transformer",
+    "mamba2": "mamba2",
+    "gla": "gla",
+    "gla_hedgehog": "gla-hedgehog",
+    "gated_deltanet": "gated-deltanet",
+    "ccq_gla": "ccq-gla",
+    "ccq_gated_deltanet": "ccq-gated-deltanet",
+    "gla_unit": "gla-unit",
+}
+
+
+@pytest.mark.parametrize("system", PRESETS)
+@pytest.mark.parametrize("size", ["500m", "1.3b", "nano", "pico", "tiny"])
+def test_a_recipe_trains_the_preset_of_its_name(system, size):
+    got = model_config(recipe(f"{system}_{size}").model).to_dict()
+    assert got == CCQConfig.preset(f"{PRESETS[system]}-{size}").to_dict()
+
+
+@pytest.mark.parametrize(("size", "tokens", "budget"), [("500m", 262_144, 15e9), ("1.3b", 524_288, 40e9)])
+@pytest.mark.parametrize("make", PAPER, ids=lambda make: make.__name__)
+def test_hyperparameters_are_the_papers(make, size, tokens, budget):
+    config = make(size)
+    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.schedule) == (1e-3, 1024, "cosine")
+    assert (config.optimizer.betas, config.optimizer.weight_decay) == ((0.9, 0.95), 0.1)
+    assert (config.dtype, config.data.length, config.model.vocab_size) == ("bf16", 4096, 32_000)
+    assert config.data.batch * config.data.length == tokens
+    assert config.steps * tokens == pytest.approx(budget, rel=1e-4)
+    assert config.model.gate_init == 0.01
+    assert config.model.decay_gate_bias
+
+
+def test_seven_systems_and_their_controls():
+    assert len(PAPER) == 7
+    assert len(RECIPES) == len(SYSTEMS) * len(SIZES)
+    ccq, control = recipe("ccq_gla_500m"), recipe("gla_unit_500m")
+    control.model.clean, control.model.unit_qk = True, False
+    assert configs.flat(ccq) == configs.flat(control)  # they differ in nothing else
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_made_and_saved(name, tmp_path):
+    config = recipe(name)
+    (tmp_path / "config.json").write_text(configs.to_json(config))
+    assert configs.read(tmp_path / "config.json") == config
+    assert configs.differences(configs.read(tmp_path / "config.json"), config) == []
+
+
+def test_damaged_or_foreign_configs_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(RunError, match="is missing"):
+        configs.read(path)
+    path.write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        configs.read(path)
+    fields = json.loads(configs.to_json(small()))
+    fields["optimizer"]["momentum"] = 0.9
+    path.write_text(json.dumps(fields))
+    with pytest.raises(RunError, match=r"not a config of this version.*momentum"):
+        configs.read(path)
+
+
+def test_any_field_can_be_set_on_the_command_line(monkeypatch):
+    seen = []
+    monkeypatch.setattr("ccq.train.loop.train", lambda config, run: seen.append((config, run)) or 0)
+    line = (
+        "train ccq-gla-1.3b --run-dir there --steps 7 --seed 3 --optimizer.lr 3e-4 --optimizer.clip None "
+        "--model.no-clean --model.fixed-lam 0.2 --data.path here --data.reset --system.micro-batch 2 --dtype fp32 "
+        "--optimizer.betas 0.8 0.9"
+    )
+    assert cli.main(line.split()) == 0
+    ((config, run),) = seen
+    expected = recipe("ccq_gla_1.3b")
+    expected.steps, expected.seed, expected.dtype = 7, 3, "fp32"
+    expected.optimizer.lr, expected.optimizer.clip, expected.optimizer.betas = 3e-4, None, (0.8, 0.9)
+    expected.model.clean, expected.model.fixed_lam = False, 0.2
+    expected.data.path, expected.data.reset, expected.system.micro_batch = "here", True, 2
+    assert config == expected
+    assert str(run) == "there"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("ccq_gla_tinny", 2, "there is no recipe 'ccq_gla_tinny'. Did you mean 'ccq_gla_tiny'?"),
+        ("ccq_gla_tiny --optimizer.lrr 3", 2, "--optimizer.lr FLOAT"),
+        ("ccq_gla_tiny --steps many", 2, "many"),
+        ("ccq_gla_tiny --steps 0", 1, "steps: expected at least 1, got 0"),
+        ("ccq_gla_tiny --model.key-size 0", 1, "model.key_size: expected at least 1, got 0"),
+        ("ccq_gla_tiny --model.mixer glaa", 1, "Did you mean 'gla'?"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(line, code, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        got = command.main(line.split())
+    except SystemExit as stop:
+        got = stop.code
+    output = capsys.readouterr()
+    assert got == code
+    assert said in output.err + output.out
+    assert not os.listdir(tmp_path)
+
+
+def test_help_of_a_recipe_lists_its_fields(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["ccq_gla_tiny", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--optimizer.weight-decay FLOAT" in text
+    assert "--model.gate-init FLOAT" in text
+
+
+# ccq plan
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_plan_of_the_papers_runs(results):
+    config = recipe("gla_1.3b")
+    found = plan.plan("gla_1.3b", config, 8)
+    assert "paper" in found.speed.source
+    assert found.bound == "computation"
+    assert found.days(40e9) == pytest.approx(40e9 / (8 * 41_600) / 86400)  # 1.4 days
+    assert found.gpu_hours(40e9) == pytest.approx(24 * 8 * found.days(40e9))
+    assert found.speed.rate == 41_600
+
+
+def test_plan_takes_what_was_measured(results):
+    rows = [{"system": "ccq_gla", "size": "1.3b", "length": 4096, "tokens_per_second": 50_000.0}]
+    (results / "train_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "rows": rows}))
+    assert plan.plan("ccq_gla_1.3b", recipe("ccq_gla_1.3b"), 8).rate == pytest.approx(400_000)
+    assert "measured on one NVIDIA H200" in plan.plan("ccq-gla-1.3b", recipe("ccq_gla_1.3b"), 8).speed.source
+    changed = recipe("ccq_gla_1.3b")
+    changed.model.num_hidden_layers = 42  # what was measured is another model
+    other = plan.plan("ccq_gla_1.3b", changed, 8)
+    assert "a guess" in other.speed.source
+    assert other.speed.rate < 25_000
+
+
+def test_memory_of_a_plan_counts_every_byte_of_the_weights(results):
+    """On one GPU: fp32 masters, gradients, two moments, bf16 copies: 18 bytes a parameter."""
+    config = recipe("gla_500m")
+    from ccq.model import CCQForCausalLM
+
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in CCQForCausalLM(model_config(config.model)).parameters())
+    one = plan.plan("gla_500m", config, 1)
+    assert one.weights == 18 * parameters
+    eight = plan.plan("gla_500m", config, 8)
+    assert 2 * parameters < eight.weights < 5 * parameters
+    config.system.activation_checkpointing = True
+    assert plan.plan("gla_500m", config, 8).activations < 0.2 * eight.activations
+
+
+def test_many_nodes_wait_for_the_network_when_a_gpu_has_little_to_do(results):
+    config = recipe("gla_1.3b")
+    few, many = (plan.plan("gla_1.3b", config, gpus) for gpus in (16, 128))
+    assert few.bound == "computation"
+    assert many.bound == "communication between nodes"
+    assert many.rate < 128 * many.speed.rate
+    with pytest.raises(RunError, match="cannot be shared by 7 ranks"):
+        plan.plan("gla_1.3b", config, 7)
+
+
+def test_plan_on_the_command_line(results, capsys):
+    assert cli.main(["plan", "ccq_gla_500m", "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"15B tokens.*days, .* GPU-hours", out)
+    assert "40B tokens" in out
+    assert "a guess" in out
+    assert cli.main(["plan", "ccq_gla_500m", "--gpus", "3"]) == 1
+
+
+def test_bench_describes_a_row_beside_its_control():
+    from ccq.bench.train import describe
+
+    row = {
+        "system": "ccq_gla",
+        "length": 4096,
+        "tokens_per_second": 96.0,
+        "mfu": 0.5,
+        "peak_gib": 10.2,
+        "paper": (1, 2),
+    }
+    text = describe(row, {"system": "gla_unit", "tokens_per_second": 100.0, "peak_gib": 10.0})
+    assert "(0.960 of gla_unit)" in text
+    assert "(1.020 of gla_unit)" in text
+    assert "MFU -" in describe({**row, "mfu": None}, None)
+
+
+def test_bench_measures_the_trainers_own_step(monkeypatch):
+    """The arithmetic, on a CPU: tokens over the median step."""
+    from ccq.bench import train as bench
+    from ccq.train.loop import Trainer
+    from ccq.train.world import join
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    clock = iter(range(100))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    with join("cpu") as world:
+        trainer = Trainer(small("ccq-gla"), world)
+        row = bench.measure(trainer, tokens=64, length=16, steps=3, warmup=1)
+    assert row["tokens_per_second"] == 64
+    assert row["peak_gib"] == 1
+    assert trainer.progress["step"] == 4
