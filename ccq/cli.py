@@ -22,6 +22,7 @@ COMMANDS = {
     "export": ("ccq.train.export:main", "the weights of a run as a folder that `from_pretrained` loads"),
     "generate": ("ccq.model.generate:main", "text from a checkpoint, ours or any of Hugging Face's"),
     "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),
+    "plan": ("ccq.train.plan:main", "memory, speed, days and GPU-hours of a recipe, before it is trained"),
     "train": ("ccq.train.command:main", "train a recipe, or go on; on a laptop, one GPU or many"),
 }
 

@@ -17,6 +17,7 @@ KINDS = {
     "decode-op": "one token of a layer's state update and read, with and without cleaning, beside the bytes' floor",
     "prefill": "prompts through whole models, beside the paper's milliseconds",
     "decode": "one token at a time through whole models, captured, generated and plain, beside the paper's tokens/s",
+    "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
     "tune": "tile sizes of the kernels for this GPU",
 }
 
