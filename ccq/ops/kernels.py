@@ -307,7 +307,7 @@ def gram_kernel(
     PAIR: tl.constexpr, VARLEN: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """One block of the sum over one chunk: of k k^T (x = k, HQ = H), or of q w^T + w q^T (PAIR) for all its query heads.
+    """One block of the sum over one chunk: of k k^T (x = k, HQ = H), or of q w^T + w q^T (PAIR) for its query heads.
 
     grams [chunks, H, BLOCKS, BLK, BLK] holds the lower blocks one after the other, zero past K.
     """
