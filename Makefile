@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: test run lint format bench clean
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 run: .venv/installed
 	$(BIN)/ccq demo --out runs/demo

@@ -12,6 +12,7 @@ from ccq.ops.dispatch import nearest
 
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {
+    "analyze": ("ccq.analysis:main", "where keys lie, what the gate does, what cleaning changes in a trained model"),
     "bench": ("ccq.bench:main", "what the operator costs on a GPU, beside its backbone and beside the floor"),
     "compare": ("ccq.evaluate.compare:main", "results of `ccq eval` side by side, with paired differences"),
     "convert": ("ccq.model.convert:main", "a checkpoint of flash-linear-attention into ours, cleaned or not, and back"),
@@ -30,9 +31,11 @@ COMMANDS = {
 EXTRAS = {
     "datasets": "train",
     "fla": "gpu",
+    "huggingface_hub": "model",
     "lm_eval": "eval",
     "matplotlib": "eval",
     "nltk": "eval",
+    "rouge": "eval",
     "safetensors": "model",
     "tensorboard": "train",
     "tokenizers": "train",

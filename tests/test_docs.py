@@ -12,8 +12,8 @@ import ccq
 from ccq import demo
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "operator.md"]  # those with code
-ALL_PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+ALL_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = [page for page in ALL_PAGES if "\n```python\n" in page.read_text()]
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
@@ -32,7 +32,18 @@ def test_code_on_the_page_runs(page, capsys):
         exec(compile("\n" * line + source, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("name", ["ccq.ops", "ccq.ops.dispatch", "ccq.ops.gating", "ccq.ops.state", "ccq.ops.step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ccq.bench.live",
+        "ccq.ops",
+        "ccq.ops.decode",
+        "ccq.ops.dispatch",
+        "ccq.ops.gating",
+        "ccq.ops.state",
+        "ccq.ops.step",
+    ],
+)
 def test_docstring_examples_run(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, "ccq": ccq})

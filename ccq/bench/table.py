@@ -58,16 +58,19 @@ def op_table() -> str:
     """The cleaning alone, in microseconds of CUDA-graph time."""
     result = json.loads((RESULTS / "op_h200.json").read_text())
     lines = [
-        "| cleaning alone, microseconds | forward | forward and backward | composed from fla | floor |",
-        "|---|---|---|---|---|",
+        "| cleaning alone, microseconds | forward | with the gate | forward and backward | composed from fla | floor |",
+        "|---|---|---|---|---|---|",
     ]
+    passes = ("forward", "forward and backward")
     for shape in dict.fromkeys((r["B"], r["T"]) for r in result["rows"]):
         here = {(r["name"], r["pass"]): r for r in result["rows"] if (r["B"], r["T"]) == shape}
-        passes = ("forward", "forward and backward")
-        ours, theirs = ([1e3 * here[name, p]["ms"]["median"] for p in passes] for name in ("ours", "composed"))
+        ours, gated, theirs = (
+            [1e3 * here[name, p]["ms"]["median"] for p in passes] for name in ("ours", "with gate", "composed")
+        )
         floors = [1e3 * here["ours", p]["floor_ms"] for p in passes]
         cells = [
             f"{ours[0]:.0f}",
+            f"{gated[0]:.0f}",
             f"{ours[1]:.0f}",
             f"{theirs[0]:.0f}, {theirs[1]:.0f}",
             f"{floors[0]:.0f}, {floors[1]:.0f}",
@@ -76,7 +79,67 @@ def op_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"layer_h200": layer_table, "op_h200": op_table}
+def decode_op_table() -> str:
+    """A layer's state update and read for one token, in CUDA-graph time."""
+    result = json.loads((RESULTS / "decode_op_h200.json").read_text())
+    rows = {(r["backbone"], r["variant"], r["B"]): r for r in result["rows"]}
+    batches = sorted({r["B"] for r in result["rows"]})
+    lines = [
+        f"| one token of a layer, microseconds | {' | '.join(f'batch {b}' for b in batches)} |",
+        "|---" * (len(batches) + 1) + "|",
+    ]
+    copy = result["ceilings"]["byte_per_s"]
+    for backbone, name in NAMES.items():
+        for variant, title in (("fla", "fla"), ("unit", "backbone by ccq"), ("ours", "**with CCQ**")):
+            cells = []
+            for batch in batches:
+                row = rows[backbone, variant, batch]
+                cell = f"{1e3 * row['ms']['median']:.1f}"
+                if variant == "ours":
+                    cell += f" ({row['ms']['median'] / rows[backbone, 'unit', batch]['ms']['median']:.2f})"
+                cells.append(f"{cell}, {row['byte_per_s'] / copy:.0%}")
+            lines.append(f"| {name}, {title} | {' | '.join(cells)} |")
+    lines.append("")
+    lines.append(
+        f"In brackets: over the backbone. In percent: of the {copy / 1e12:.1f} TB/s at which this GPU copies, counting "
+        "each state once in and once out. 6 heads of 256/512, bf16 inputs, fp32 states, none of them in the cache."
+    )
+    return "\n".join(lines)
+
+
+def model_table() -> str:
+    """Whole models: prefill, and decoding."""
+    prefill, decode = (
+        {r["system"]: r for r in json.loads((RESULTS / f"{name}_h200.json").read_text())["rows"]}
+        for name in ("prefill", "decode")
+    )
+    result = json.loads((RESULTS / "decode_h200.json").read_text())
+    lines = [
+        "| 1.3B, batch 8 | 4K prefill, ms | paper | decode step, ms | tokens/s | `generate`, tokens/s | paper |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for system, row in decode.items():
+        first = prefill[system]
+        lines.append(
+            f"| {system} | {first['wall_ms']['median']:.0f} | {first['paper_ms'] or '-'} | "
+            f"{row['step_ms']['median']:.2f} | {row['step_tok_s']:.0f} | {row['generate_tok_s']:.0f} | "
+            f"{row['paper_tok_s'] or '-'} |"
+        )
+    lines.append("")
+    lines.append(
+        f"{result['gpu']}, bf16, random weights, torch {result['versions']['torch']}, fla "
+        f"{result['versions']['fla-core']} ({result['note']}), commit {result['commit'][:7]}. The step is one CUDA "
+        "graph; `generate` is what a user gets."
+    )
+    return "\n".join(lines)
+
+
+TABLES = {
+    "layer_h200": layer_table,
+    "op_h200": op_table,
+    "decode_op_h200": decode_op_table,
+    "model_h200": model_table,
+}
 
 
 def filled(text: str) -> str:

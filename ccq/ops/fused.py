@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,9 +15,7 @@ from ccq.ops.kernels import (
     clean_kernel,
     dk_kernel,
     finish_kernel,
-    gram_kernel,
     keys_kernel,
-    prefix_kernel,
     states_kernel,
     sums_kernel,
 )
@@ -50,7 +47,7 @@ class Grid:
         self.tile_offsets, self.chunk_offsets, self.sum_offsets = self.tables
         across = triton.cdiv(self.size, config.BLK)
         self.blocks = across * (across + 1) // 2
-        # where heads and blocks are too few for the chip, a sequence is scanned in segments, or all chunks at once
+        # where heads and blocks are too few for the chip, a sequence is scanned in segments, their sums first
         programs = self.sequences * self.key_heads * self.blocks
         self.segments = max(1, min(MOST_SEGMENTS, 2 * processors(self.device) // programs, self.per_chunks))
 
@@ -74,29 +71,17 @@ class Grid:
         """Warps for the kernels that go through BN rows without products, with `elements` to a warp."""
         return min(8, max(1, self.config.BN * self.block_k // elements))
 
-    @property
-    def parallel_scan(self) -> bool:
-        """Whether all chunks are summed at once, rather than a sequence in segments: what that takes must be small."""
-        return self.segments > 1 and 4 * math.prod(self.gram_shape) <= MOST_GRAM_BYTES
-
-    @property
-    def gram_shape(self) -> tuple[int, ...]:
-        return self.chunks, self.key_heads, self.blocks, self.config.BLK, self.config.BLK
-
-    def scan_options(self) -> dict:
-        c = self.config
-        return {
-            "VARLEN": self.cu is not None, "S": c.S, "BR": c.BR, "BLK": c.BLK,
-            "DT": self.product, "IP": self.precision, "num_warps": c.scan_warps, "num_stages": c.scan_stages,
-        }  # fmt: skip
-
     def scan(self, launch, like: Tensor) -> None:
         """Run a scan kernel: the sums of the segments first where there are several, then the states."""
+        c = self.config
         several = self.segments > 1
         shape = (self.sequences, self.key_heads, self.segments, self.size, self.size)
         totals = like.new_empty(shape if several else 0, dtype=torch.float32)
         sizes = (self.key_heads, self.size, self.segments, self.blocks, self.per_sums, self.per_chunks, 1.0)
-        options = self.scan_options()
+        options = {
+            "VARLEN": self.cu is not None, "S": c.S, "BR": c.BR, "BLK": c.BLK,
+            "DT": self.product, "IP": self.precision, "num_warps": c.scan_warps, "num_stages": c.scan_stages,
+        }  # fmt: skip
         programs = (self.sequences * self.key_heads * self.segments * self.blocks,)
         if several:
             launch(programs, totals, sizes, TOTALS=True, SEGMENTS=False, **options)
@@ -104,9 +89,6 @@ class Grid:
 
 
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
-MOST_GRAM_BYTES = 64 * 2**20  # of the sums of all chunks: about what the cache holds
-PREFIX_PART = 32  # rows and columns of a state to a program of the prefix sum,
-PREFIX_AHEAD = 8  # and how many chunks it has under way
 
 
 def processors(device: torch.device) -> int:
@@ -157,39 +139,11 @@ def run_sums(
     )  # fmt: skip
 
 
-def run_parallel_scan(
-    grid: Grid, x: Tensor, y: Tensor | None, sums: Tensor | None, start: Tensor | None, end: Tensor | None,
-    states: Tensor, centred: bool,
-) -> None:  # fmt: skip
-    """Into `states`: the covariance before each chunk (x = k), or with y = w, R after each one (x = q)."""
-    adjoint = y is not None
-    c = grid.config
-    options = grid.scan_options()
-    steps = x.shape[2] // grid.key_heads * c.S // c.BR
-    options["num_stages"] = min(c.scan_stages, max(steps, 2))  # to hold more than there is would cost programs
-    grams = x.new_empty(grid.gram_shape, dtype=torch.float32)
-    gram_kernel[(grid.chunks * grid.key_heads * grid.blocks,)](
-        x, y if adjoint else x, grid.cu, grid.chunk_offsets, grams,
-        grid.sequences, grid.length, x.shape[2], grid.key_heads, grid.size, grid.blocks, grid.per_chunks, 1.0,
-        PAIR=adjoint, **options,
-    )  # fmt: skip
-    part = min(PREFIX_PART, c.BLK)
-    prefix_kernel[(grid.sequences * grid.key_heads * grid.blocks * (c.BLK // part) ** 2,)](
-        grams, start, grid.count, grid.cu, grid.sum_offsets, grid.chunk_offsets, sums, states, end,
-        grid.length, grid.key_heads, grid.size, grid.blocks, grid.per_sums, grid.per_chunks,
-        VARLEN=grid.cu is not None, START=start is not None, END=end is not None, CENTRED=centred, REVERSE=adjoint,
-        BN=c.BN, S=c.S, BLK=c.BLK, BP=part, AHEAD=PREFIX_AHEAD, num_warps=part * part // 256,
-    )  # fmt: skip
-
-
 def key_states(
     grid: Grid, k: Tensor, sums: Tensor, second_moment: Tensor | None, centred: bool, final: Tensor | None
 ) -> Tensor:
     """The covariance before each chunk; C after the last one into `final`."""
     states = k.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
-    if grid.parallel_scan:
-        run_parallel_scan(grid, k, None, sums, second_moment, final, states, centred)
-        return states
 
     def launch(programs, totals, sizes, **options):
         states_kernel[programs](
@@ -245,9 +199,6 @@ def finish(
 def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
     """R after each chunk, begun at `last`; half of what it is before the first one into `first`."""
     states = q.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
-    if grid.parallel_scan:
-        run_parallel_scan(grid, q, weighted, None, last, first, states, centred=False)
-        return states
 
     def launch(programs, totals, sizes, **options):
         adjoint_kernel[programs](

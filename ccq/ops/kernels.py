@@ -13,15 +13,6 @@ it no bits. m_t comes from the row sums of scores that are there anyway: centrin
     backward   keys, running sums, states -> Sigma g -> finish (dq, dlam, w_t, pulls) -> running pulls -> adjoint
                states -> dk
 
-The running states, of C in both passes and of R in the backward, come about in one of two ways, to the same numbers:
-
-    scan       states_kernel and adjoint_kernel: a program goes through a sequence with one block of the sum in
-               registers. Where that makes fewer programs than fill the chip, a sequence is cut into segments, and the
-               kernel runs twice, first for the segments' own sums: it reads everything twice.
-    parallel   gram_kernel, then prefix_kernel: every chunk's own sum, all chunks at once, then the running sums of
-               them. It reads everything once, but the chunks' sums pass through memory in fp32: it runs in the place
-               of segments where these are few enough to stay about in the cache (Grid.parallel_scan).
-
 Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
 are no atomics: equal inputs give equal bits. Offsets inside a tile are 32 bits, those of tiles 64.
 
@@ -106,32 +97,6 @@ def lower_block(index):
         rest -= i + 1
         i += 1
     return i, rest
-
-
-@triton.jit
-def add_products(acc, x, y, first, length, H, K, col_i, col_j, one, PAIR: tl.constexpr, SAME: tl.constexpr,
-                 BR: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
-    """acc + one block of the sum of x x^T (of x y^T + y x^T, if PAIR) over BR rows of a head.
-
-    SAME: the block is known to be on the diagonal, nothing is loaded twice, and y x^T is left to be mirrored.
-
-    Tensor cores truncate what they add, which in a sum over a million tokens would show: BR rows are multiplied at a
-    time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
-    """
-    x_i = load_rows(x, first, length, H, K, col_i, BR, DT)
-    if PAIR:
-        y_j = load_rows(y, first, length, H, K, col_j, BR, DT)
-        part = tl.dot(tl.trans(x_i), y_j, input_precision=IP)
-        if not SAME:
-            y_i = load_rows(y, first, length, H, K, col_i, BR, DT)
-            x_j = load_rows(x, first, length, H, K, col_j, BR, DT)
-            part = tl.dot(tl.trans(y_i), x_j, part, input_precision=IP)
-    else:
-        x_j = x_i
-        if not SAME:
-            x_j = load_rows(x, first, length, H, K, col_j, BR, DT)
-        part = tl.dot(tl.trans(x_i), x_j, input_precision=IP)
-    return tl.fma(part, one, acc)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -232,6 +197,9 @@ def states_kernel(
 
     TOTALS: only the segment's own sum is kept. Otherwise it begins with the sums of the segments before, and the
     covariance before each chunk is stored on the way.
+
+    Tensor cores truncate what they add, which in a sum over a million tokens would show: BR tokens are multiplied at a
+    time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
     """
     pid = tl.program_id(0)
     i, j = lower_block(pid % BLOCKS)
@@ -275,7 +243,9 @@ def states_kernel(
                 tl.store(states + at + block, sigma.to(states.dtype.element_ty), mask=inside)
                 if i != j:
                     tl.store(states + at + mirror, tl.trans(sigma).to(states.dtype.element_ty), mask=mirrored)
-        acc = add_products(acc, k, k, row, length, H, K, col_i, col_j, one, False, False, BR, DT, IP)
+        k_i = load_rows(k, row, length, H, K, col_i, BR, DT)
+        k_j = load_rows(k, row, length, H, K, col_j, BR, DT)
+        acc = tl.fma(tl.dot(tl.trans(k_i), k_j, input_precision=IP), one, acc)
 
     if TOTALS:
         tl.store(totals + (nh * NSEG + segment) * K * K + block, acc, mask=inside)
@@ -284,118 +254,6 @@ def states_kernel(
             tl.store(final + nh * K * K + block, acc, mask=inside)
             if i != j:
                 tl.store(final + nh * K * K + mirror, tl.trans(acc), mask=mirrored)
-
-
-@triton.jit
-def chunk_sum(x, y, begin, length, rank, h, HQ, H, K, col_i, col_j, one, PAIR: tl.constexpr, SAME: tl.constexpr,
-              S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
-    """`add_products` over one chunk, for all query heads of key head h."""
-    G = HQ // H
-    acc = tl.zeros([BLK, BLK], tl.float32)
-    for step in range(G * (S // BR)):
-        head = (begin * HQ + h * G + step // (S // BR)) * K
-        row = rank * S + step % (S // BR) * BR
-        acc = add_products(acc, x + head, y + head, row, length, HQ, K, col_i, col_j, one, PAIR, SAME, BR, DT, IP)
-    if PAIR and SAME:
-        acc += tl.trans(acc)
-    return acc
-
-
-@triton.jit(do_not_specialize=VARYING)
-def gram_kernel(
-    x, y, cu, chunk_offsets, grams, N, T, HQ, H, K, BLOCKS, per_chunks, one,
-    PAIR: tl.constexpr, VARLEN: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr,
-    DT: tl.constexpr, IP: tl.constexpr,
-):  # fmt: skip
-    """One block of the sum over one chunk: of k k^T (x = k, HQ = H), or of q w^T + w q^T (PAIR) for its query heads.
-
-    grams [chunks, H, BLOCKS, BLK, BLK] holds the lower blocks one after the other, zero past K.
-    """
-    pid = tl.program_id(0)
-    i, j = lower_block(pid % BLOCKS)
-    h = (pid // BLOCKS) % H
-    n, rank, begin, length = locate(pid // (BLOCKS * H), cu, chunk_offsets, N, T, per_chunks, VARLEN)
-    if n >= N:
-        return
-    col_i = i * BLK + tl.arange(0, BLK)
-    col_j = j * BLK + tl.arange(0, BLK)
-    if i == j:
-        acc = chunk_sum(x, y, begin, length, rank, h, HQ, H, K, col_i, col_i, one, PAIR, True, S, BR, BLK, DT, IP)
-    else:
-        acc = chunk_sum(x, y, begin, length, rank, h, HQ, H, K, col_i, col_j, one, PAIR, False, S, BR, BLK, DT, IP)
-    at = tl.arange(0, BLK)[:, None] * BLK + tl.arange(0, BLK)[None, :]
-    tl.store(grams + pid.to(tl.int64) * (BLK * BLK) + at, acc)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def prefix_kernel(
-    grams, start, count, cu, sum_offsets, chunk_offsets, sums, states, end,
-    T, H, K, BLOCKS, per_sums, per_chunks,
-    VARLEN: tl.constexpr, START: tl.constexpr, END: tl.constexpr, CENTRED: tl.constexpr, REVERSE: tl.constexpr,
-    BN: tl.constexpr, S: tl.constexpr, BLK: tl.constexpr, BP: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """From the chunks' own sums to what states_kernel (adjoint_kernel, if REVERSE) stores, for BP x BP of a block.
-
-    A thread goes through all chunks with its elements, whose loads run AHEAD of it.
-    """
-    ACROSS: tl.constexpr = BLK // BP
-    PARTS: tl.constexpr = ACROSS * ACROSS
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    index = pid // PARTS % BLOCKS
-    h = pid // (PARTS * BLOCKS) % H
-    n = pid // (PARTS * BLOCKS * H)
-    _, _, first_sum, first_chunk, _, chunks = scan_bounds(
-        n, 0, cu, sum_offsets, chunk_offsets, T, 1, per_sums, per_chunks, VARLEN, S
-    )
-    i, j = lower_block(index)
-    local_i = part // ACROSS * BP + tl.arange(0, BP)
-    local_j = part % ACROSS * BP + tl.arange(0, BP)
-    col_i = i * BLK + local_i
-    col_j = j * BLK + local_j
-    nh = n.to(tl.int64) * H + h
-    block = col_i[:, None] * K + col_j[None, :]
-    mirror = col_j[:, None] * K + col_i[None, :]
-    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
-    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
-    gram = index * (BLK * BLK) + local_i[:, None] * BLK + local_j[None, :]
-
-    carry = tl.zeros([BP, BP], tl.float32)
-    seen = nh * 0
-    if START:
-        carry += tl.load(start + nh * K * K + block, mask=inside, other=0.0)
-        if REVERSE:
-            carry += tl.trans(tl.load(start + nh * K * K + mirror, mask=mirrored, other=0.0))
-        else:
-            seen += tl.load(count + n)
-
-    for step in tl.range(0, chunks, num_stages=AHEAD):
-        chunk = step
-        if REVERSE:
-            chunk = chunks - 1 - step
-        head = (first_chunk + chunk) * H + h
-        x = tl.load(grams + head * (BLOCKS * BLK * BLK) + gram)
-        state = carry
-        if not REVERSE:
-            inv = 1.0 / tl.maximum(seen + chunk * S, 1).to(tl.float32)
-            state *= inv
-            if CENTRED:
-                at = ((first_sum + chunk * (S // BN)) * H + h) * K
-                mean_i = tl.load(sums + at + col_i, mask=col_i < K, other=0.0) * inv
-                mean_j = tl.load(sums + at + col_j, mask=col_j < K, other=0.0) * inv
-                state -= mean_i[:, None] * mean_j[None, :]
-        state = state.to(states.dtype.element_ty)
-        tl.store(states + head * K * K + block, state, mask=inside)
-        if i != j:
-            tl.store(states + head * K * K + mirror, tl.trans(state), mask=mirrored)
-        carry += x
-
-    if END:
-        if REVERSE:
-            carry *= 0.5
-        tl.store(end + nh * K * K + block, carry, mask=inside)
-        if i != j:
-            tl.store(end + nh * K * K + mirror, tl.trans(carry), mask=mirrored)
 
 
 @triton.jit
@@ -656,9 +514,12 @@ def adjoint_kernel(
                     tl.store(states + at + mirror, tl.trans(acc).to(states.dtype.element_ty), mask=mirrored)
         head = (begin * HQ + h * G + inner // (S // BR)) * K
         row = c * S + (inner % (S // BR)) * BR
-        acc = add_products(
-            acc, q + head, weighted + head, row, length, HQ, K, col_i, col_j, one, True, False, BR, DT, IP
-        )
+        q_i = load_rows(q + head, row, length, HQ, K, col_i, BR, DT)
+        w_j = load_rows(weighted + head, row, length, HQ, K, col_j, BR, DT)
+        part = tl.dot(tl.trans(q_i), w_j, input_precision=IP)
+        w_i = load_rows(weighted + head, row, length, HQ, K, col_i, BR, DT)
+        q_j = load_rows(q + head, row, length, HQ, K, col_j, BR, DT)
+        acc = tl.fma(tl.dot(tl.trans(w_i), q_j, part, input_precision=IP), one, acc)
 
     if TOTALS:
         tl.store(totals + (nh * NSEG + segment) * K * K + block, acc, mask=inside)
