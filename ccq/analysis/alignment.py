@@ -1,0 +1,312 @@
+"""Do needle keys lie off the directions in which keys vary most? The paper's diagnostic, on any causal LM.
+
+For each key head, with k_t of unit length, mean m and Sigma their centred covariance over the prompt:
+
+    a_t = |U^T (k_t - m)|^2 / |k_t - m|^2          U: the top eigenvectors of Sigma, 16 or an eighth of the head size
+    gap = mean of a over a group of tokens - mean of a over the distractors
+
+A negative gap is what the cleaning assumes. Keys without any structure have a = 16/K.
+
+T tokens, Hk key heads, K head size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ccq.analysis.capture import POINTS, Projection, Read, run, watch
+from ccq.analysis.command import (
+    add_model_arguments,
+    add_prompt_arguments,
+    describe,
+    load,
+    name_of,
+    progress,
+    slug,
+    write,
+)
+from ccq.analysis.errors import AnalysisError
+from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
+from ccq.ops import clean_query
+from ccq.ops.reference import unit
+
+TOP = 16
+BINS = 40  # of the histograms, from 0 to 1
+SPECTRUM = 64  # eigenvalues that are kept of a layer
+
+
+def covariance(k: Float[Tensor, "T Hk K"]) -> tuple[Float[Tensor, "Hk K K"], Float[Tensor, "Hk K"]]:
+    """Centred covariance (divided by T - 1) and mean of the keys of each head, in fp64."""
+    k = k.double()
+    mean = k.mean(0)
+    x = k - mean
+    return torch.einsum("thk,thl->hkl", x, x) / (k.shape[0] - 1), mean
+
+
+def shares(
+    k: Float[Tensor, "T Hk K"], sigma: Float[Tensor, "Hk K K"], mean: Float[Tensor, "Hk K"]
+) -> tuple[Float[Tensor, "T Hk K"], Float[Tensor, "Hk K"]]:
+    """a_t for every number of top directions from 1 to K, and the eigenvalues of sigma, the largest first.
+
+    NaN where a key is the mean itself: it has no direction.
+    """
+    values, vectors = torch.linalg.eigh(sigma.double())
+    x = k.double() - mean.double()
+    energy = torch.einsum("thk,hkl->thl", x, vectors.flip(-1)).square()
+    return energy.cumsum(-1) / x.square().sum(-1, keepdim=True), values.flip(-1)
+
+
+def tops(size: int) -> dict[str, int]:
+    """Numbers of top directions: the paper's, and one that is the same share of every head."""
+    return {"16": min(TOP, size), "eighth": max(1, size // 8)}
+
+
+@dataclass
+class Point:
+    """What was seen at one point of capture, over prompts and layers."""
+
+    sizes: set[int] = field(default_factory=set)
+    # [top][group][layer]: for each prompt the mean of each head
+    level: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(list))))
+    counts: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(lambda: np.zeros(BINS, np.int64))))
+    spectrum: dict = field(default_factory=lambda: defaultdict(list))  # [layer]: for each prompt [Hk, K]
+
+    def add(
+        self, layer: int, k: Float[Tensor, "T Hk K"], tokens: Tokens, sigma: Tensor | None = None, mean: Any = None
+    ) -> None:
+        if sigma is None:
+            sigma, mean = covariance(k)
+        share, values = shares(k, sigma, mean)
+        self.sizes.add(k.shape[-1])
+        self.spectrum[layer].append((values / values.sum(-1, keepdim=True)).cpu().numpy())
+        for top, count in tops(k.shape[-1]).items():
+            a = share[..., count - 1].cpu().numpy()
+            for group, mask in tokens.groups.items():
+                chosen = a[mask]
+                known = np.isfinite(chosen)
+                number = known.sum(0)
+                total = np.where(known, chosen, 0).sum(0)
+                means = np.where(number > 0, total / np.maximum(number, 1), np.nan)
+                self.level[top][group][layer].append(means)
+                self.counts[top][group] += np.histogram(chosen[known].clip(0, 1), BINS, (0, 1))[0]
+
+
+class Observer:
+    """Reduces the keys of each layer as they come."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, Point] = defaultdict(Point)
+        self.tokens: Tokens | None = None
+        self.norms: dict[int, tuple[Projection, Tensor]] = {}
+
+    def project(self, projection: Projection, k: Tensor) -> None:
+        assert self.tokens is not None
+        if projection.layout in ("parts", "heads"):
+            self.norms[projection.layer] = projection, k.double().norm(dim=-1).cpu()
+        self.points["projection"].add(projection.layer, unit(k.double()), self.tokens)
+
+    def read(self, read: Read) -> None:
+        assert self.tokens is not None
+        if read.layer in self.norms:
+            check_layout(*self.norms.pop(read.layer), read.k)
+        self.points["read"].add(read.layer, unit(read.k.double()), self.tokens)
+        if read.lam is not None and read.cleaner is not None:
+            cleaner = read.cleaner
+            _, k_bar, state = clean_query(
+                read.q[None], read.k[None], read.lam[None], cleaner.centred, cleaner.normalize,
+                output_final_state=True, backend=cleaner.backend,
+            )  # fmt: skip
+            assert state is not None
+            mean = state.key_sum[0] / state.count
+            k = k_bar[0] if cleaner.normalize == "unit" else unit(k_bar[0])
+            centre = mean if cleaner.centred else torch.zeros_like(mean)
+            self.points["operator"].add(read.layer, k, self.tokens, state.covariance(cleaner.centred)[0], centre)
+
+
+def check_layout(projection: Projection, norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> None:
+    """Refuse a fused projection that is laid out in another way than supposed.
+
+    RoPE turns a key and may scale all keys alike, so that the lengths at both points are proportional; only a norm of
+    the keys, where a layer has one, keeps that from being seen.
+    """
+    parent = projection.parent
+    if any("norm" in name for name, _ in parent.named_modules()):
+        return
+    ratio = k.double().norm(dim=-1).cpu() / norms.clamp(min=1e-30)
+    if norms.shape != k.shape[:2] or float(ratio.std() / ratio.mean()) > 0.05:
+        raise AnalysisError(
+            f"{projection.name} of {type(parent).__name__}: its keys are not those that its scores read, so q, k and v "
+            "lie in it in an order that is not known here"
+        )
+
+
+def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False, tell: Any = None) -> dict:
+    """Run the prompts, one at a time, and return what the result file holds of them."""
+    observer = Observer()
+    rows = []
+    with watch(model, observer.project, observer.read):
+        for prompt in prompts:
+            observer.tokens = tokens = tokenize(prompt, tokenizer, bos)
+            run(model, tokens.ids)
+            sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
+            rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
+            if tell is not None:
+                tell(len(rows), len(prompts))
+    if "projection" not in observer.points:
+        raise AnalysisError(f"{type(model).__name__} ran without calling any of its key projections")
+    points = {name: observer.points[name] for name in POINTS if name in observer.points}
+    return {
+        "prompts": rows,
+        "groups": GROUPS,
+        "points": {name: {"what": POINTS[name], **summary(point)} for name, point in points.items()},
+    }
+
+
+def untrained(model: Any, seed: int = 0) -> Any:
+    """A model of the same config with fresh weights: the control for all that training could have put into keys."""
+    like = next(model.parameters())
+    torch.manual_seed(seed)
+    return type(model)(model.config).to(like.device, like.dtype).eval()
+
+
+def summary(point: Point) -> dict:
+    """Numbers of one point: by layer, by head, pooled."""
+    found: dict[str, Any] = {"head_sizes": sorted(point.sizes), "layers": sorted(point.spectrum), "top": {}}
+    for top, level in point.level.items():
+        sizes = [tops(size)[top] / size for size in sorted(point.sizes)]
+        part: dict[str, Any] = {
+            "directions": [tops(size)[top] for size in sorted(point.sizes)],
+            "of_isotropic_keys": sizes[0] if len(sizes) == 1 else sizes,
+            "distractor": {"by_layer": [rounded(_mean(heads)) for _, heads in sorted(level["distractor"].items())]},
+        }
+        for group in GROUPS:
+            if group != "distractor":
+                part[group] = gaps(level[group], level["distractor"])
+        part["novel minus planted"] = gaps(level["novel"], level["planted"])
+        part["histogram"] = {group: counts.tolist() for group, counts in point.counts[top].items()}
+        found["top"][top] = part
+    found["spectrum"] = {  # shares of the trace, over prompts and heads
+        "by_layer": [
+            rounded(np.concatenate(values).mean(0)[:SPECTRUM]) for _, values in sorted(point.spectrum.items())
+        ],
+    }
+    return found
+
+
+def gaps(group: dict[int, list[np.ndarray]], other: dict[int, list[np.ndarray]]) -> dict:
+    """mean over `group` minus mean over `other`, of each prompt and head, and what becomes of that."""
+    by_prompt, by_head = [], []
+    for layer in sorted(group):
+        gap = np.stack(group[layer]) - np.stack(other[layer])  # [prompts, Hk]
+        by_prompt.append(_mean(gap, 1))
+        by_head.append(_mean(gap, 0))
+    each = np.stack(by_prompt)  # [layers, prompts]
+    layer_means = _mean(each, 1)
+    number = np.isfinite(each).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = np.array([np.nanstd(row, ddof=1) if n > 1 else np.nan for row, n in zip(each, number, strict=True)])
+        error = spread / np.sqrt(number)
+    cells = np.concatenate(by_head)
+    cells = cells[np.isfinite(cells)]
+    depth = _mean(each, 0)  # of each prompt, over layers
+    known = depth[np.isfinite(depth)]
+    return {
+        "mean": rounded(_mean(layer_means)),
+        "error_of_mean": rounded(known.std(ddof=1) / len(known) ** 0.5 if len(known) > 1 else np.nan),
+        "negative_layers": int((layer_means < 0).sum()),
+        "clearly_negative_layers": int((layer_means < -2 * error).sum()),
+        "clearly_positive_layers": int((layer_means > 2 * error).sum()),
+        "negative_cells": int((cells < 0).sum()),
+        "cells": len(cells),
+        "thirds": rounded([_mean(part) for part in np.array_split(layer_means, 3)]),
+        "by_layer": rounded(layer_means),
+        "deviation_by_layer": rounded(spread),  # between prompts
+        "by_head": [rounded(heads) for heads in by_head],
+    }
+
+
+def _mean(x: Any, axis: int | None = None) -> Any:
+    """The mean of what is known; NaN where nothing is."""
+    x = np.asarray(x, dtype=np.float64)
+    known = np.isfinite(x)
+    number = known.sum(axis)
+    return np.where(number > 0, np.where(known, x, 0).sum(axis) / np.maximum(number, 1), np.nan)
+
+
+def rounded(x: Any) -> Any:
+    """Six digits are more than a prompt's noise; what is not known is null."""
+    if isinstance(x, list | np.ndarray) and np.ndim(x):
+        return [rounded(part) for part in x]
+    number = float(x)
+    return round(number, 6) if np.isfinite(number) else None
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq analyze alignment", description=(__doc__ or "").splitlines()[0])
+    add_model_arguments(parser)
+    add_prompt_arguments(parser, variants=4)
+    parser.add_argument("--untrained", action="store_true", help="fresh weights: how much of the gap is no learning")
+    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder of the JSON (%(default)s)")
+    parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
+    arguments = parser.parse_args(argv)
+    prompts = make_prompts(arguments.variants, arguments.sentences)
+    from ccq.analysis import figures  # before the work: it may lack matplotlib
+
+    model, tokenizer = load(arguments)
+    name = arguments.name or name_of(arguments.model) + (", untrained" if arguments.untrained else "")
+    if arguments.untrained:
+        model = untrained(model)
+    begin = time.perf_counter()
+    result: dict[str, Any] = {"kind": "alignment", "model": describe(model, name)}
+    result |= measure(model, tokenizer, prompts, arguments.bos, progress)
+    result["settings"] = {
+        "variants": arguments.variants,
+        "sentences": arguments.sentences,
+        "bos": arguments.bos,
+        "untrained": arguments.untrained,
+    }
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    stem = f"alignment_{slug(name)}"
+    write(arguments.out / f"{stem}.json", result)
+    for path in figures.alignment(result, arguments.figures or arguments.out, stem):
+        print(f"Wrote {path}")
+    show(result)
+    return 0
+
+
+def show(result: dict) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=f"gap of alignment: {result['model']['name']}", title_justify="left")
+    for heading in ("keys", "top", "tokens", "mean gap", "negative layers", "by thirds of depth"):
+        table.add_column(heading, justify="left" if heading in ("keys", "tokens") else "right", no_wrap=True)
+    for point, content in result["points"].items():
+        for part in content["top"].values():
+            for group in ("unique", "needle", "novel", "planted", "rare", "novel minus planted"):
+                row = part[group]
+                if row["mean"] is None:
+                    continue
+                table.add_row(
+                    point,
+                    "/".join(map(str, part["directions"])),
+                    group,
+                    f"{row['mean']:+.3f}",
+                    f"{row['negative_layers']} of {len(row['by_layer'])}",
+                    " ".join("     -" if x is None else f"{x:+.3f}" for x in row["thirds"]),
+                )
+    console = Console()
+    (console if console.is_terminal else Console(width=100)).print(table)

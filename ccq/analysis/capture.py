@@ -1,0 +1,225 @@
+"""Keys of any model, caught while it runs: nothing of a layer is kept once it has been looked at.
+
+    projection   what the key projection puts out: the paper's way. Separate, fused with q and v, grouped heads.
+    read         what scores or state see: after norm, RoPE, convolution, activation, feature map, unit length
+
+Hugging Face's attention layers hand their q and k to a function that `AttentionInterface` looks up; ours hand them to
+their `QueryCleaner`, or turn them themselves (softmax attention).
+
+T tokens, H query heads, Hk key heads, K head size. One sequence at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.analysis.errors import AnalysisError
+from ccq.mixers import Attention, Mamba2, QueryCleaner
+from ccq.mixers.attention import rotate
+
+SEPARATE = ("k_proj", "key_proj", "wk", "key")  # the last only beside a "query": RWKV's is something else
+# fused projections, by where the keys are
+#   parts: [ q of all heads | k of all | v of all ]         heads: for each key head [ its q's | k | v ]
+FUSED = {"c_attn": "parts", "qkv_proj": "parts", "Wqkv": "parts", "query_key_value": "heads"}
+POINTS = {
+    "projection": "at the key projection",
+    "read": "where scores or state read them",
+    "operator": "as read, against the operator's own Sigma at the question",
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The module of a layer that makes keys."""
+
+    layer: int
+    name: str
+    module: nn.Module
+    parent: nn.Module  # the attention or mixer that it belongs to
+    size: int  # K
+    layout: str  # "separate", "mamba2" or one of FUSED's
+
+    def keys(self, output: Float[Tensor, "T D"]) -> Float[Tensor, "T Hk K"]:
+        """The keys in what the module puts out."""
+        if isinstance(self.parent, Mamba2):
+            begin = 2 * self.parent.inner
+            return output[:, begin : begin + self.parent.key_width].unflatten(-1, (-1, self.size))
+        heads = output.unflatten(-1, (-1, self.size))
+        if self.layout == "separate":
+            return heads
+        queries = query_heads(self.parent)
+        keys = (heads.shape[1] - queries) // 2
+        if keys < 1 or queries % keys or 2 * keys + queries != heads.shape[1]:
+            raise AnalysisError(
+                f"{self.name}: expected q, k and v of {queries} query heads of size {self.size}, got {heads.shape[1]} "
+                "heads in all"
+            )
+        if self.layout == "parts":
+            return heads[:, queries : queries + keys]
+        return heads.unflatten(1, (keys, -1))[:, :, -2]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one layer reads with and from."""
+
+    layer: int
+    q: Float[Tensor, "T H K"]  # before any cleaning
+    k: Float[Tensor, "T Hk K"]
+    lam: Float[Tensor, "T H"] | None = None
+    cleaner: QueryCleaner | None = None
+
+
+def find_projections(model: nn.Module) -> list[Projection]:
+    """The key projections of a model in the order of its layers; AnalysisError where there are none."""
+    found = []
+    for name, module in model.named_modules():
+        parent_name, _, last = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if isinstance(parent, Mamba2) and last == "in_proj":
+            layout = "mamba2"
+        elif last in SEPARATE and (last != "key" or hasattr(parent, "query")):
+            layout = "separate"
+        elif last in FUSED:
+            layout = FUSED[last]
+        else:
+            continue
+        numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
+        found.append(
+            Projection(int(numbers[-1]) if numbers else 0, name, module, parent, head_size(model, parent), layout)
+        )
+    if not found:
+        names = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name})
+        raise AnalysisError(
+            f"{type(model).__name__} has no key projection that is known here (a module called "
+            f"{', '.join((*SEPARATE, *FUSED))}). Its modules: {', '.join(names)}"
+        )
+    return sorted(found, key=lambda projection: projection.layer)
+
+
+def head_size(model: nn.Module, parent: nn.Module) -> int:
+    if isinstance(parent, Mamba2):
+        return parent.state_size
+    for name in ("head_dim", "head_size", "key_size", "size"):  # a layer may differ from its model's config
+        value = getattr(parent, name, None)
+        if isinstance(value, int):
+            return value
+    config = text_config(model)
+    for name in ("head_dim", "key_size"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    return config.hidden_size // config.num_attention_heads
+
+
+def query_heads(parent: nn.Module) -> int:
+    for holder in (parent, getattr(parent, "config", None)):
+        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    raise AnalysisError(f"{type(parent).__name__} does not say how many heads it has, so its keys cannot be found")
+
+
+def text_config(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+@contextlib.contextmanager
+def watch(
+    model: nn.Module,
+    project: Callable[[Projection, Tensor], None] | None = None,
+    read: Callable[[Read], None] | None = None,
+) -> Iterator[list[Projection]]:
+    """Call `project` with the keys [T, Hk, K] of each layer, and `read` with what it reads, while the model runs.
+
+    The calls come layer by layer, as the model computes them; whoever is called reduces what it gets.
+    """
+    projections = find_projections(model)
+    with contextlib.ExitStack() as stack:
+        for projection in projections:
+            if project is not None:
+                hook = functools.partial(_projected, projection, project)
+                stack.callback(projection.module.register_forward_hook(hook).remove)
+            cleaner = getattr(projection.parent, "cleaner", None)
+            if read is not None and isinstance(cleaner, QueryCleaner):
+                seen = functools.partial(_cleaned, projection, read)
+                stack.callback(cleaner.register_forward_hook(seen, with_kwargs=True).remove)
+            elif read is not None and isinstance(projection.parent, Attention):
+                turned = functools.partial(_turned, projection, read)
+                stack.callback(projection.parent.register_forward_hook(turned).remove)
+        if read is not None:
+            parents = {id(projection.parent): projection for projection in projections}
+            stack.enter_context(_attention_functions(parents, read))
+        yield projections
+
+
+def _projected(projection: Projection, project: Callable, module: nn.Module, args: tuple, output: Any) -> None:
+    output = output[0] if isinstance(output, tuple) else output
+    project(projection, projection.keys(_one(output)))
+
+
+def _cleaned(projection: Projection, read: Callable, cleaner: Any, args: tuple, kwargs: dict, output: tuple) -> None:
+    q, k, lam = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("q", "k", "lam")))
+    q, k = cleaner.prepare(q, k)
+    read(Read(projection.layer, _one(q), _one(k), None if lam is None else _one(lam), cleaner))
+
+
+def _turned(projection: Projection, read: Callable, mixer: Any, args: tuple, output: Any) -> None:
+    q, k, _ = mixer.project(args[0])
+    q, k = (rotate(x, None, x.shape[1], mixer.theta) for x in (q, k))
+    read(Read(projection.layer, _one(q), _one(k)))
+
+
+@contextlib.contextmanager
+def _attention_functions(parents: dict[int, Projection], read: Callable) -> Iterator[None]:
+    """Watch the function that transformers' attention layers give q and k [1, H, T, K] to."""
+    try:
+        modeling: Any = importlib.import_module("transformers.modeling_utils")
+    except ModuleNotFoundError:  # then nothing here is made of its layers
+        yield
+        return
+    interface = modeling.AttentionInterface
+    look_up = interface.get_interface
+
+    def watched_look_up(self, *args, **kwargs):
+        function = look_up(self, *args, **kwargs)
+
+        def watched(module, query, key, *rest, **options):
+            projection = parents.get(id(module))
+            if projection is not None:
+                read(Read(projection.layer, _one(query).transpose(0, 1), _one(key).transpose(0, 1)))
+            return function(module, query, key, *rest, **options)
+
+        return watched
+
+    interface.get_interface = watched_look_up
+    try:
+        yield
+    finally:
+        interface.get_interface = look_up
+
+
+def _one(x: Tensor) -> Tensor:
+    """The only sequence of a batch."""
+    if x.shape[0] != 1:
+        raise AnalysisError(f"expected one sequence at a time, got a batch of {x.shape[0]}")
+    return x[0].detach()
+
+
+@torch.no_grad()
+def run(model: Any, ids: Any) -> None:
+    """One prompt through the body of a model: no logits of the vocabulary, no cache."""
+    body = getattr(model, "base_model", model)
+    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+    body(tokens, use_cache=False)

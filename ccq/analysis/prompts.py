@@ -1,0 +1,208 @@
+"""Needle prompts as the paper describes them, with one control that it lacks.
+
+About 120 plain sentences (filler.txt), rotated from prompt to prompt; in the middle a sentence with something new in
+it, the needle; at the end a question that asks for it. The control: things of the same list stand in two plain
+sentences, a third before and a third after the middle, and nobody asks for them. Among the prompts of one kind each
+thing is once the needle and twice planted, so that what the two differ in cannot be the thing itself.
+
+T tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ccq.analysis.errors import AnalysisError
+
+
+class Kind(NamedTuple):
+    """How a needle is told and asked for, and the things that it may be."""
+
+    needle: str
+    question: str  # the prompt ends with it, and the thing follows
+    things: tuple[str, ...]
+
+
+# Digits of neighbours in a list differ: they must stay rare in a prompt that holds three of them.
+KINDS = {
+    "password": Kind(
+        "Please remember this very carefully: the secret password of the harbour master is {}.",
+        "Question: What is the secret password of the harbour master? "
+        "Answer: The secret password of the harbour master is",
+        ("HERON47", "ZEBU83", "OCTAVE19", "MAGPIE26", "LOBSTER50", "FERRET74", "WOMBAT38", "PYTHON91"),
+    ),
+    "access code": Kind(
+        "Keep this in mind: the access code of the eastern vault is {}.",
+        "Question: What is the access code of the eastern vault? Answer: The access code of the eastern vault is",
+        ("BASALT-47", "QUARTZ-83", "FELDSPAR-19", "OBSIDIAN-26", "MALACHITE-50", "GYPSUM-74", "ZIRCON-38", "TOPAZ-91"),
+    ),
+    "magic word": Kind(
+        "Do not forget this: the magic word that opens the iron chest is {}.",
+        "Question: What is the magic word that opens the iron chest? "
+        "Answer: The magic word that opens the iron chest is",
+        ("quimberlo", "zanthovar", "plorfin", "drusquel", "vexanoth", "jibbaruk", "hoplindra", "fyrgomay"),
+    ),
+    "courier phrase": Kind(
+        "Note it down well: the courier will only answer to the phrase {}.",
+        "Question: What is the phrase that the courier will only answer to? "
+        "Answer: The courier will only answer to the phrase",
+        (
+            "vermilion ocelot", "cobalt walrus", "saffron iguana", "magenta puffin",
+            "indigo badger", "crimson lemur", "turquoise yak", "ochre mongoose",
+        ),
+    ),
+    "parcel": Kind(
+        "Make a note of this: the parcel that you must ask for is number {}.",
+        "Question: What is the number of the parcel that you must ask for? "
+        "Answer: The parcel that you must ask for is number",
+        ("KX-47-RN", "WJ-83-FD", "QV-19-LB", "UZ-26-HG", "YD-50-PM", "FG-74-XS", "NB-38-QT", "RL-91-VC"),
+    ),
+}  # fmt: skip
+CARRIERS = (  # plain sentences that hold a planted thing: none asks to keep it, none is like a needle
+    "A faded sticker on the lid of the piano still said {}.",
+    "Someone had written {} with chalk on the side of the cart.",
+    "The label on the jar said {} in small blue letters.",
+    "On the last page of the book stood {} and nothing else.",
+    "Her brother had painted {} across the back of the shed.",
+    "The ticket that he found in his coat had {} on it.",
+)
+PLANTED = 2  # in each prompt
+MOST_VARIANTS = min(len(kind.things) for kind in KINDS.values())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text and where in it things stand, as (begin, end) in characters."""
+
+    kind: str
+    text: str
+    answer: str  # what should follow the text
+    needle: tuple[int, int]  # the sentence
+    novel: tuple[int, int]  # the new thing in it
+    planted: tuple[tuple[int, int], ...]
+    question: tuple[int, int]
+
+
+def filler() -> list[str]:
+    return resources.files("ccq.analysis").joinpath("filler.txt").read_text().splitlines()
+
+
+def make_prompts(
+    variants: int = 4, sentences: int | None = None, kinds: tuple[str, ...] = tuple(KINDS)
+) -> list[Prompt]:
+    """`variants` prompts of each kind, each with `sentences` of filler (None: all there are).
+
+    >>> len(make_prompts(3)), make_prompts(3, sentences=6)[0].answer
+    (15, 'HERON47')
+    """
+    pool = filler()
+    count = len(pool) if sentences is None else sentences
+    if not PLANTED < variants <= MOST_VARIANTS:
+        raise AnalysisError(f"variants: expected {PLANTED + 1} to {MOST_VARIANTS} prompts of a kind, got {variants}")
+    if not 2 * PLANTED <= count <= len(pool):
+        raise AnalysisError(f"sentences: expected {2 * PLANTED} to {len(pool)} sentences of filler, got {sentences}")
+    prompts = []
+    for number in range(variants * len(KINDS)):
+        variant, which = divmod(number, len(KINDS))
+        start = number * len(pool) // (variants * len(KINDS))
+        rotated = (pool[start:] + pool[:start])[:count]
+        prompts.append(make_prompt(list(KINDS)[which], variant, variants, rotated, number))
+    return prompts
+
+
+def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], number: int) -> Prompt:
+    """The needle in the middle of `sentences`, planted things at thirds."""
+    form = KINDS[kind]
+    count = len(sentences)
+    spans: dict[str, tuple[int, int]] = {}
+    text = ""
+
+    def add(sentence: str, name: str = "", thing: str = "") -> None:
+        nonlocal text
+        text += " " if text else ""
+        begin = len(text)
+        text += sentence.format(thing) if name else sentence
+        if name:
+            at = begin + sentence.index("{}")
+            spans[name] = (at, at + len(thing))
+            spans[name + " sentence"] = (begin, len(text))
+
+    holes = {count // 2: "novel"}
+    for i in range(PLANTED):
+        holes[(i + 1) * count // (PLANTED + 1) + (2 * i >= PLANTED)] = f"planted {i}"
+    for place, sentence in enumerate(sentences):
+        if place in holes:
+            name = holes[place]
+            if name == "novel":
+                add(form.needle, name, form.things[variant])
+            else:
+                i = int(name.split()[1])
+                carrier = CARRIERS[(number * PLANTED + i) % len(CARRIERS)]
+                add(carrier, name, form.things[(variant + 1 + i) % variants])
+        add(sentence)
+    question = (len(text) + 1, len(text) + 1 + len(form.question))
+    text = f"{text} {form.question}"
+    planted = tuple(spans[f"planted {i}"] for i in range(PLANTED))
+    return Prompt(kind, text, form.things[variant], spans["novel sentence"], spans["novel"], planted, question)
+
+
+RARE = 2  # a token that a prompt has at most so often counts as unique
+
+# name: what it is; the gap of each is its mean alignment minus that of "distractor"
+GROUPS = {
+    "unique": "tokens of the needle sentence that the prompt has at most twice (the paper's gap)",
+    "needle": "all tokens of the needle sentence",
+    "novel": "those of the unique ones that belong to the new thing itself",
+    "planted": "the same of things that stand in plain sentences and are not asked for",
+    "rare": "tokens of the filler that the prompt has at most twice",
+    "distractor": "all tokens of the filler",
+}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A prompt as a model sees it, and which of its tokens belong to which group."""
+
+    ids: np.ndarray  # [T] int64
+    groups: dict[str, np.ndarray] = field(repr=False)  # [T] bool
+    question: np.ndarray = field(repr=False)  # [T] bool
+
+
+def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
+    """Tokens of a prompt; `bos` puts the tokenizer's first token there where it does not do so by itself."""
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        what = "none" if tokenizer is None else type(tokenizer).__name__
+        raise AnalysisError(f"tokenizer: expected a fast one, which knows where its tokens stand in a text; got {what}")
+    encoded = tokenizer(prompt.text, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), [tuple(x) for x in encoded["offset_mapping"]]
+    if bos and tokenizer.bos_token_id is None:
+        raise AnalysisError("bos: the tokenizer has no token for the beginning of a text")
+    if bos and ids[:1] != [tokenizer.bos_token_id]:
+        ids, offsets = [tokenizer.bos_token_id, *ids], [(0, 0), *offsets]
+    tokens = np.array(ids, dtype=np.int64)
+    begin, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    real = end > begin  # special tokens stand nowhere in the text
+
+    def inside(span: tuple[int, int]) -> np.ndarray:
+        return real & (end > span[0]) & (end <= span[1])  # by its last character: a token may begin with a space
+
+    counts = np.bincount(tokens)[tokens]
+    rare = real & (counts <= RARE)
+    needle, question = inside(prompt.needle), inside(prompt.question)
+    planted = np.logical_or.reduce([inside(span) for span in prompt.planted])
+    distractor = real & ~needle & ~planted & ~question
+    groups = {
+        "unique": needle & rare,
+        "needle": needle,
+        "novel": inside(prompt.novel) & rare,
+        "planted": planted & rare,
+        "rare": distractor & rare,
+        "distractor": distractor,
+    }
+    if not distractor.any() or not needle.any():
+        raise AnalysisError("the tokenizer leaves nothing of the needle or of what is around it")
+    return Tokens(tokens, groups, question)
