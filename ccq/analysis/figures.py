@@ -130,14 +130,26 @@ def heads(result: dict, path: Path) -> None:
         figure.suptitle(title(result, "gap by layer and head"), fontsize=10)
 
 
-def heat(axes: Any, table: np.ndarray, layers: list[int], limit: float, annotate: bool) -> Any:
-    """Rows are layers, the deepest on top; columns heads."""
-    image = axes.imshow(table, cmap=DIVERGING, vmin=-limit, vmax=limit, aspect="auto", origin="lower")
+def heat(
+    axes: Any,
+    table: np.ndarray,
+    layers: list[int],
+    limit: float,
+    annotate: bool,
+    colours: str = DIVERGING,
+    low: float | None = None,
+    digits: int = 2,
+) -> Any:
+    """Rows are layers, the deepest on top; columns heads; colours from `low` (or -limit) to limit."""
+    low = -limit if low is None else low
+    image = axes.imshow(table, cmap=colours, vmin=low, vmax=limit, aspect="auto", origin="lower")
     if annotate:
         for (row, column), value in np.ndenumerate(table):
             if np.isfinite(value):
-                colour = "white" if abs(value) > 0.65 * limit else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=5.5, color=colour)
+                red, green, blue, _ = image.cmap(image.norm(value))
+                dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+                colour = "white" if dark else "black"
+                axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=5.5, color=colour)
     step = max(1, len(layers) // 12)
     axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axes.set_xticks(range(table.shape[1]), [str(head) for head in range(table.shape[1])], fontsize=6)
@@ -177,3 +189,67 @@ def spectrum(result: dict, path: Path) -> None:
         scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, last), colours)
         figure.colorbar(scale, ax=list(panels), label="layer", shrink=0.8)
         figure.suptitle(title(result, "spectrum of Sigma, mean over heads and prompts"), fontsize=10)
+
+
+def gate(result: dict, folder: Path, stem: str) -> list[Path]:
+    """lam by layer and place, by layer and head, and over training: what of it the result has."""
+    paths = []
+    if "lam" in result:
+        path = folder / f"{stem}_layers"
+        shown = {"text": (GREY, "-"), "needle": (GREEN, "--"), "question": (ORANGE, ":"), "retrieval": (BLUE, "-")}
+        with drawing(9.5, 3.8, path) as figure:
+            lines, text, retrieval = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
+            for place, (colour, line) in shown.items():
+                mean = [np.mean(row) for row in result["lam"][place]]
+                lines.plot(result["layers"], mean, line, color=colour, marker="o", ms=3, label=place)
+            if all(result["of_bias"]):
+                bias = [np.mean(row) for row in result["of_bias"]]
+                lines.plot(result["layers"], bias, "_", color="black", ms=9, label="sigmoid(bias) alone")
+            lines.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
+            lines.legend(frameon=False, fontsize=8)
+            top = max(np.max(row) for place in ("text", "retrieval") for row in result["lam"][place])
+            for axes, place in ((text, "text"), (retrieval, "retrieval")):
+                table = numbers(grid(result["lam"][place]))
+                image = heat(axes, table, result["layers"], top, table.shape[1] <= 16, "viridis", 0.0)
+                axes.set_title(f"lam at {place}", fontsize=8.5)
+            figure.colorbar(image, ax=[text, retrieval], shrink=0.8, label="lam")
+            figure.suptitle(title(result, "how much is cleaned"), fontsize=10)
+        paths.append(path.with_suffix(".png"))
+    if "training" in result:
+        path = folder / f"{stem}_training"
+        training = result["training"]
+        with drawing(6, 3.6, path) as figure:
+            axes = figure.subplots()
+            lam = numbers(training["lam"])
+            colours = matplotlib.colormaps["viridis"]
+            for layer in range(lam.shape[1]):
+                depth = layer / max(1, lam.shape[1] - 1)
+                ends = layer in (0, lam.shape[1] - 1)
+                label = f"layer {layer}" if ends else None
+                axes.plot(training["step"], lam[:, layer], color=colours(0.9 * depth), lw=1, label=label)
+            if training["decay_alone"] is not None:
+                axes.plot(training["step"], training["decay_alone"], "--", color=RED, lw=2, label="weight decay alone")
+            axes.set(xlabel="step", ylabel="mean lam", ylim=(0, None))
+            axes.legend(frameon=False, fontsize=8)
+            axes.set_title(title(result, "lam over training"), fontsize=10)
+        paths.append(path.with_suffix(".png"))
+    return paths
+
+
+def margin(result: dict, folder: Path, stem: str) -> Path:
+    """Where cleaning widens the margin, by layer and head."""
+    path = folder / stem
+    tables = [numbers(grid(result[name])) for name in ("shift_mean", "shift_best")]
+    columns = tables[0].shape[1]
+    with drawing(
+        min(14.0, 2 * max(2.4, 0.42 * columns + 1.0) + 1.5), max(2.8, 0.2 * len(tables[0]) + 1.4), path
+    ) as fig:
+        panels = fig.subplots(1, 2)
+        for axes, table, what in zip(panels, tables, ("mean minus mean", "best minus best"), strict=True):
+            limit = float(np.nanmax(np.abs(table))) or 1.0
+            image = heat(axes, table, result["layers"], limit, columns <= 16, digits=3)
+            axes.set_title(what, fontsize=8.5)
+            fig.colorbar(image, ax=axes, shrink=0.8)
+        panels[0].set_ylabel("layer")
+        fig.suptitle(title(result, "change of the needle's margin by cleaning (red: wider)"), fontsize=10)
+    return path.with_suffix(".png")

@@ -193,7 +193,7 @@ def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
     counts = np.bincount(tokens)[tokens]
     rare = real & (counts <= RARE)
     needle, question = inside(prompt.needle), inside(prompt.question)
-    planted = np.logical_or.reduce([inside(span) for span in prompt.planted])
+    planted = np.any([inside(span) for span in prompt.planted] or [np.zeros_like(real)], axis=0)
     distractor = real & ~needle & ~planted & ~question
     groups = {
         "unique": needle & rare,

@@ -1,0 +1,183 @@
+"""How much does a trained model clean, and when? Mean lam by layer and head, and its course in training.
+
+    text        ordinary text: a file, or our filler
+    filler      the filler of needle prompts
+    needle      the needle sentence
+    question    the question at the end
+    retrieval   where the answer's tokens are predicted: the last token of the question, and the answer but its last
+
+Weight decay alone, without any gradient, carries sigmoid(bias) from 0.01 to almost a half over the paper's runs: a
+curve of lam in training means something only beside the curve of pure decay.
+
+T tokens, H heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ccq.analysis.capture import Read, run, watch
+from ccq.analysis.command import add_model_arguments, add_prompt_arguments, describe, load, name_of, slug, write
+from ccq.analysis.errors import AnalysisError
+from ccq.analysis.intervene import cleaners
+from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
+
+PLACES = ("text", "filler", "needle", "question", "retrieval")
+
+
+def measure(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], text: str, bos: bool = False, length: int = 2048
+) -> dict:
+    """Mean lam of every layer and head in each of PLACES; sigmoid of the gate's bias beside it.
+
+    Args:
+        text: ordinary text, of which the first `length` tokens are read.
+    """
+    gates = cleaners(model)
+    sums: dict = defaultdict(lambda: defaultdict(float))  # [place][layer]: [H]
+    numbers: dict = defaultdict(int)
+    places: dict[str, np.ndarray] = {}
+
+    def read(read: Read) -> None:
+        if read.lam is not None:
+            lam = read.lam.double().cpu().numpy()
+            for place, mask in places.items():
+                sums[place][read.layer] += lam[mask].sum(0)
+
+    with watch(model, read=read):
+        for ids, masks in [ordinary(tokenizer, text, bos, length), *(asked(p, tokenizer, bos) for p in prompts)]:
+            places = masks
+            for place, mask in masks.items():
+                numbers[place] += int(mask.sum())
+            run(model, ids)
+    layers = sorted(sums["text"])
+    return {
+        "layers": layers,
+        "tokens": dict(numbers),
+        "lam": {place: [(sums[place][layer] / numbers[place]).tolist() for layer in layers] for place in PLACES},
+        "of_bias": [
+            torch.sigmoid(gate.gate_bias.detach().double()).tolist() if gate.has_gate else None for gate in gates
+        ],
+        "gate_init": gates[0].gate_init if gates[0].has_gate else None,
+    }
+
+
+def ordinary(tokenizer: Any, text: str, bos: bool, length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    if tokenizer is None:
+        raise AnalysisError("the model has no tokenizer: give one with --tokenizer")
+    ids = list(tokenizer(text)["input_ids"])[:length]
+    if bos and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
+    if not ids:
+        raise AnalysisError("text: expected some text, the tokenizer makes no token of it")
+    return np.array(ids), {"text": np.ones(len(ids), bool)}
+
+
+def asked(prompt: Prompt, tokenizer: Any, bos: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A prompt and its answer, and where in them what happens."""
+    tokens = tokenize(prompt, tokenizer, bos)
+    answer = tokenizer(" " + prompt.answer, add_special_tokens=False)["input_ids"]
+    ids = np.concatenate([tokens.ids, np.array(answer, dtype=np.int64)])
+    retrieval = np.zeros(len(ids), bool)
+    retrieval[len(tokens.ids) - 1 : -1] = True
+
+    def before_answer(mask: np.ndarray) -> np.ndarray:
+        return np.concatenate([mask, np.zeros(len(answer), bool)])
+
+    return ids, {
+        "filler": before_answer(tokens.groups["distractor"]),
+        "needle": before_answer(tokens.groups["needle"]),
+        "question": before_answer(tokens.question) & ~retrieval,
+        "retrieval": retrieval,
+    }
+
+
+def course(run_folder: Path) -> dict:
+    """lam over training from a run's log.jsonl: {"step", "lam" [steps][layers], "decay_alone" [steps] or None}.
+
+    Lines without lam, and a last line that was cut off, are passed over. The curve of pure decay is the log's, or
+    comes from the run's config.
+    """
+    path = run_folder / "log.jsonl" if run_folder.is_dir() else run_folder
+    if not path.exists():
+        raise AnalysisError(f"{path} is not there: expected the folder of a run of `ccq train`, or its log")
+    steps, lam, alone = [], [], []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        values = row.get("lam") if isinstance(row, dict) else None
+        if not values or not isinstance(row.get("step"), int):
+            continue
+        values = values if isinstance(values, list) else [values]
+        steps.append(row["step"])
+        lam.append([math.nan if x is None else float(x) for x in values])
+        alone.append(row.get("lam_of_decay_alone"))
+    if not steps:
+        raise AnalysisError(f"{path} has no lam in it: expected the log of a model with cleaning")
+    if len({len(row) for row in lam}) > 1:
+        raise AnalysisError(f"{path} has lam of {sorted({len(row) for row in lam})} layers: expected one number")
+    if any(x is None for x in alone):
+        alone = decay_alone(path.parent / "config.json", steps)
+    return {"step": steps, "lam": lam, "decay_alone": alone}
+
+
+def decay_alone(config: Path, steps: list[int]) -> Any:
+    """sigmoid(bias) after each of `steps` if no gradient reached it; None where the run's config is not there."""
+    if not config.exists():
+        return None
+    from ccq.train.config import read
+    from ccq.train.optimizer import pure_decay
+
+    curve = pure_decay(read(config))
+    return [float(curve[min(step, len(curve) - 1)]) for step in steps]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq analyze gate", description=(__doc__ or "").splitlines()[0])
+    add_model_arguments(parser, nargs="?")
+    add_prompt_arguments(parser, variants=3)
+    parser.add_argument("--text", type=Path, help="a file of ordinary text; by default our filler")
+    parser.add_argument("--run", type=Path, help="folder of a run of `ccq train`: lam over its steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
+    arguments = parser.parse_args(argv)
+    if arguments.model is None and arguments.run is None:
+        parser.error("expected a MODEL, or a run with --run, or both")
+    from ccq.analysis import figures
+
+    name = name_of(arguments.model or str(arguments.run))
+    result: dict[str, Any] = {"kind": "gate"}
+    if arguments.run is not None:
+        result["training"] = course(arguments.run)
+    if arguments.model is not None:
+        prompts = make_prompts(arguments.variants, arguments.sentences)
+        text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
+        model, tokenizer = load(arguments)
+        result["model"] = describe(model, name)
+        result |= measure(model, tokenizer, prompts, text, arguments.bos)
+        result["settings"] = {
+            "variants": arguments.variants,
+            "sentences": arguments.sentences,
+            "text": "filler" if arguments.text is None else arguments.text.name,
+        }
+    else:
+        result["model"] = {"name": name}
+    stem = f"gate_{slug(name)}"
+    write(arguments.out / f"{stem}.json", result)
+    for path in figures.gate(result, arguments.out, stem):
+        print(f"Wrote {path}")
+    if "lam" in result:
+        for place in PLACES:
+            lam = np.array(result["lam"][place])
+            print(f"{place:<10} mean lam {lam.mean():.4f}, by layer {' '.join(f'{x:.3f}' for x in lam.mean(1))}")
+    return 0

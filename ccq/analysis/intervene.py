@@ -1,0 +1,170 @@
+"""What does a trained model do with its cleaning? Evaluate it with lam changed: off, fixed, scaled, layer by layer.
+
+off        lam = 0: the backbone with unit q and k, on weights that were trained with cleaning
+fixed X    lam = X everywhere: the gate's choice is taken away
+scale X    lam = X lam, at most 1: more or less of the same choice
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ccq.analysis.errors import AnalysisError
+from ccq.mixers import QueryCleaner
+from ccq.ops.dispatch import nearest
+
+
+def cleaners(model: nn.Module) -> list[QueryCleaner]:
+    """The modules that clean, in the order of the layers; AnalysisError where there are none."""
+    found = [module for module in model.modules() if isinstance(module, QueryCleaner) and module.clean]
+    if not found:
+        raise AnalysisError(f"{type(model).__name__} has no cleaning: expected one of our models with clean=True")
+    return found
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """lam as it is used, in some layers (counted from 0 among those that clean; None: in all).
+
+    >>> Intervention("scale", 0.5, (0, 3)).name
+    'scale-0.5-layers-0-3'
+    """
+
+    kind: str = "none"  # or "off", "fixed", "scale"
+    value: float = 0.0
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", "off", "fixed", "scale"):
+            raise AnalysisError(f"kind: expected none, off, fixed or scale, got {self.kind!r}")
+        most = 1.0 if self.kind == "fixed" else math.inf
+        if not 0 <= self.value <= most:
+            expected = "a number from 0 to 1" if self.kind == "fixed" else "a number that is not negative"
+            raise AnalysisError(f"{self.kind}: expected {expected}, got {self.value}")
+
+    @property
+    def name(self) -> str:
+        name = f"{self.kind}-{self.value:g}" if self.kind in ("fixed", "scale") else self.kind
+        return name if self.layers is None else f"{name}-layers-{'-'.join(map(str, self.layers))}"
+
+    def __call__(self, lam: Tensor) -> Tensor:
+        if self.kind == "none":
+            return lam
+        if self.kind == "scale":
+            return (lam * self.value).clamp(max=1)
+        return torch.full_like(lam, 0.0 if self.kind == "off" else self.value)
+
+
+@contextlib.contextmanager
+def intervene(
+    model: nn.Module, change: Callable[[Tensor], Tensor], layers: Iterable[int] | None = None
+) -> Iterator[None]:
+    """The model with `change` applied to lam in `layers` (all of those that clean, unless given); then as it was.
+
+    with intervene(model, Intervention("off")):
+        evaluate(model, ...)
+    """
+    every = cleaners(model)
+    if layers is None:
+        layers = getattr(change, "layers", None)
+    chosen = list(range(len(every))) if layers is None else list(layers)
+    for layer in chosen:
+        if not 0 <= layer < len(every):
+            raise AnalysisError(f"layers: expected layers from 0 to {len(every) - 1} (those that clean), got {layer}")
+    before = [cleaner.intervention for cleaner in every]
+    try:
+        for layer in chosen:
+            every[layer].intervention = change
+        yield
+    finally:
+        for cleaner, old in zip(every, before, strict=True):
+            cleaner.intervention = old
+
+
+def main(argv: Sequence[str]) -> int:
+    from ccq import evaluate
+    from ccq.analysis.command import describe, write
+    from ccq.evaluate.errors import EvaluationError
+
+    parser = evaluate.make_parser()
+    parser.prog = "ccq analyze intervene"
+    parser.description = (__doc__ or "").splitlines()[0]
+    add = parser.add_argument
+    add("--off", action="store_true", help="with cleaning off")
+    add("--fixed", type=float, nargs="+", default=[], metavar="X", help="with lam fixed at each X")
+    add("--scale", type=float, nargs="+", default=[], metavar="X", help="with lam times each X, at most 1")
+    add("--each-layer", action="store_true", help="each of these in one layer alone too, for every layer that cleans")
+    arguments = parser.parse_args(argv)
+    asked = [Intervention("off")] if arguments.off else []
+    asked += [Intervention(kind, x) for kind in ("fixed", "scale") for x in getattr(arguments, kind)]
+    if not asked:
+        parser.error("expected an intervention at least: --off, --fixed X or --scale X")
+    if arguments.stage != "all":
+        parser.error("--stage: an intervention is evaluated in one go; expected no stage")
+    suites = arguments.suite.split(",")
+    for suite in suites:
+        if suite not in evaluate.SUITES:
+            parser.error(f"--suite: unknown suite {suite!r}.{nearest(suite, tuple(evaluate.SUITES))}")
+    dtype = evaluate.DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
+    model, tokenizer = evaluate.load(
+        arguments.model, arguments.device, dtype, arguments.tokenizer, text=suites != ["mqar"]
+    )
+    count = len(cleaners(model))
+    if arguments.each_layer:
+        asked += [replace(change, layers=(layer,)) for change in asked for layer in range(count)]
+    given = {key: value for key, value in vars(arguments).items() if key in evaluate.Options.__dataclass_fields__}
+    name = Path(arguments.model).name
+    rows, failed = [], False
+    for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
+        # a folder of its own: the weights, by which answers are told apart, are the same
+        options = evaluate.Options(**(given | {"out": arguments.out / change.name}))
+        row: dict[str, Any] = {"intervention": change.name, "suites": {}}
+        for suite in suites:
+            try:
+                with intervene(model, change):
+                    found = evaluate.evaluate(model, tokenizer, suite, options, f"{name}, lam {change.name}")
+            except (EvaluationError, OSError) as error:
+                print(f"{change.name}: {suite}: {error}")
+                failed = True
+                continue
+            assert found is not None, "there is a result where no stage was asked for"
+            row["suites"][suite] = {key: score["value"] for key, score in found["scores"].items()}
+        rows.append(row)
+    result = {"kind": "intervene", "model": describe(model, name), "cleaning_layers": count, "rows": rows}
+    write(arguments.out / "intervene.json", result)
+    show(rows)
+    return int(failed)
+
+
+def show(rows: list[dict]) -> None:
+    """Scores with each intervention, and what it changes."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("suite", "score", "lam", "value", "change"):
+        table.add_column(heading, justify="left" if heading in ("suite", "score", "lam") else "right", no_wrap=True)
+    base = rows[0]["suites"]
+    for suite, scores in base.items():
+        for score, value in scores.items():
+            for row in rows:
+                got = row["suites"].get(suite, {}).get(score)
+                known = got is not None and value is not None
+                table.add_row(
+                    suite,
+                    score,
+                    row["intervention"],
+                    "-" if got is None else f"{got:.2f}",
+                    f"{got - value:+.2f}" if known and row is not rows[0] else "",
+                )
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)

@@ -1,0 +1,170 @@
+"""Where does cleaning widen the margin between a needle and what surrounds it? Scores with and without it.
+
+At the last token of a prompt, for each query head:
+
+    score without    s_j = k_j . q            score with    s_j - lam k_j . Sigma q
+    margin           mean of s over the needle minus mean over the distractors; or best minus best
+
+q and k are of unit length, as the cleaning takes them. A model that does not clean, ours or any with softmax
+attention, is measured as if it did, with a lam that is given. Forgetting (decays, the delta rule) and the value side
+are left out: this is what the read begins with.
+
+T tokens, H query heads, Hk key heads, K head size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ccq.analysis.capture import Read, run, watch
+from ccq.analysis.command import (
+    add_model_arguments,
+    add_prompt_arguments,
+    describe,
+    load,
+    name_of,
+    progress,
+    slug,
+    write,
+)
+from ccq.analysis.errors import AnalysisError
+from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
+from ccq.ops import correction
+from ccq.ops.reference import unit
+
+MEASURES = ("mean", "best", "rank")
+
+
+def scores(
+    q: Float[Tensor, "T H K"], k: Float[Tensor, "T Hk K"], lam: Float[Tensor, " H"], centred: bool = True
+) -> tuple[Float[Tensor, "H T"], Float[Tensor, "H T"]]:
+    """Scores of all keys at the last token, without and with cleaning, in fp64."""
+    qn, kn = unit(q.double()), unit(k.double())
+    group = q.shape[1] // k.shape[1]
+    y = correction(qn[None], kn[None], centred, "none")[0, -1]  # Sigma_T q_T [H, K]
+    keys = kn.repeat_interleave(group, 1)
+    without = torch.einsum("thk,hk->ht", keys, qn[-1])
+    return without, without - lam.double()[:, None] * torch.einsum("thk,hk->ht", keys, y)
+
+
+def margins(s: Float[Tensor, "H T"], needle: np.ndarray, distractor: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each head: mean and best margin, and the rank of the best needle key among the distractors (1: above all)."""
+    s = s.cpu()
+    ours, others = s[:, torch.from_numpy(needle)], s[:, torch.from_numpy(distractor)]
+    best = ours.amax(1)
+    return {
+        "mean": (ours.mean(1) - others.mean(1)).numpy(),
+        "best": (best - others.amax(1)).numpy(),
+        "rank": (1 + (others > best[:, None]).sum(1)).double().numpy(),
+    }
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    lam: float | None = None,
+    bos: bool = False,
+    tell: Any = None,
+) -> dict:
+    """Margins of each layer and head, means over the prompts; `lam` for a model that has none of its own."""
+    found: dict[int, list[dict]] = {}
+    tokens: Tokens | None = None
+
+    def read(read: Read) -> None:
+        assert tokens is not None
+        heads = read.q.shape[1]
+        own = None if read.lam is None else read.lam[-1]
+        if own is None and lam is None:
+            raise AnalysisError("lam: the model has no cleaning; expected a lam to measure it with (--lam)")
+        used = own if lam is None else torch.full((heads,), float(lam), device=read.q.device)
+        assert used is not None
+        centred = read.cleaner.centred if read.cleaner is not None else True
+        without, with_cleaning = scores(read.q, read.k, used, centred)
+        needle = tokens.groups["novel"] if tokens.groups["novel"].any() else tokens.groups["needle"]
+        row = {"lam": used.double().cpu().numpy()}
+        for name, s in (("without", without), ("with", with_cleaning)):
+            row |= {f"{name} {what}": x for what, x in margins(s, needle, tokens.groups["distractor"]).items()}
+        found.setdefault(read.layer, []).append(row)
+
+    with watch(model, read=read):
+        for number, prompt in enumerate(prompts, 1):
+            tokens = tokenize(prompt, tokenizer, bos)
+            run(model, tokens.ids)
+            if tell is not None:
+                tell(number, len(prompts))
+    if not found:
+        raise AnalysisError(
+            f"{type(model).__name__}: its queries and keys could not be seen where they meet (its attention does not "
+            "go through transformers' AttentionInterface)"
+        )
+    layers = sorted(found)
+    table: dict[str, list] = {
+        name: [np.mean([row[name] for row in found[layer]], 0).round(6).tolist() for layer in layers]
+        for name in found[layers[0]][0]
+    }
+    shift = [np.subtract(a, b) for a, b in zip(table["with mean"], table["without mean"], strict=True)]
+    best = [np.subtract(a, b) for a, b in zip(table["with best"], table["without best"], strict=True)]
+    cells = np.concatenate(shift)
+    return {
+        "layers": layers,
+        "prompts": len(prompts),
+        "own_lam": lam is None,
+        "cells": len(cells),
+        "wider_cells": int((cells > 0).sum()),
+        "wider_cells_best": int((np.concatenate(best) > 0).sum()),
+        "table": table,
+        "shift_mean": [row.round(6).tolist() for row in shift],
+        "shift_best": [row.round(6).tolist() for row in best],
+    }
+
+
+def own_prompt(text: str, needle: str) -> Prompt:
+    """A prompt of the user's own, in which `needle` stands once."""
+    if not needle or text.count(needle) != 1:
+        raise AnalysisError(f"needle: expected a piece of the prompt that stands there once, got {needle!r}")
+    begin = text.index(needle)
+    span = (begin, begin + len(needle))
+    return Prompt("own", text, needle, span, span, (), (len(text), len(text)))
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq analyze margin", description=(__doc__ or "").splitlines()[0])
+    add_model_arguments(parser)
+    add_prompt_arguments(parser, variants=3)
+    parser.add_argument("--prompt", help="a prompt of your own; its last token is the one that reads")
+    parser.add_argument("--needle", help="the piece of --prompt that should be found")
+    parser.add_argument("--lam", type=float, help="from 0 to 1: instead of the model's own, or where it has none")
+    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
+    arguments = parser.parse_args(argv)
+    if arguments.lam is not None and not 0 <= arguments.lam <= 1:
+        parser.error(f"--lam: expected a number from 0 to 1, got {arguments.lam}")
+    if (arguments.prompt is None) != (arguments.needle is None):
+        parser.error("--prompt, --needle: expected both or none")
+    from ccq.analysis import figures
+
+    if arguments.prompt is None:
+        prompts = make_prompts(arguments.variants, arguments.sentences)
+    else:
+        prompts = [own_prompt(arguments.prompt, arguments.needle)]
+    model, tokenizer = load(arguments)
+    name = arguments.name or name_of(arguments.model)
+    result = {"kind": "margin", "model": describe(model, name), "lam": arguments.lam}
+    result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
+    stem = f"margin_{slug(name)}"
+    write(arguments.out / f"{stem}.json", result)
+    print(f"Wrote {figures.margin(result, arguments.out, stem)}")
+    print(
+        f"cleaning widens the mean margin in {result['wider_cells']} of {result['cells']} cells (layer and head), "
+        f"and the best against the best in {result['wider_cells_best']}"
+    )
+    return 0
