@@ -82,10 +82,16 @@ def size_tiny(system: str) -> Config:
     """recall in minutes on a laptop: no data, no GPU"""
     return Config(
         model=preset(f"{system}-tiny"),
-        data=Data(source="mqar", batch=32, slices=((32, 4, 20_000), (64, 8, 20_000)), valid_slices=((64, 8, 256),)),
-        optimizer=Optimizer(lr=5e-3, warmup=20),
+        data=Data(
+            source="mqar",
+            batch=32,
+            slices=((16, 2, 20_000), (32, 4, 20_000)),
+            valid_slices=((32, 4, 256),),
+            recall_vocab_size=48,  # few keys and values, so that they are learned in a minute
+        ),
+        optimizer=Optimizer(lr=1e-2, warmup=20),
         system=System(micro_batch=32, checkpoint_every=100, validate_every=100),
-        steps=600,
+        steps=1000,
         dtype="fp32",
     )
 

@@ -46,6 +46,8 @@ class Data:
     """start the state anew at each document of a window (tokens)"""
     slices: tuple[tuple[int, int, int], ...] = tuple((s.length, s.pairs, s.samples) for s in TRAIN)
     """length, pairs, samples of each kind of recall sample (mqar); zoology's by default"""
+    recall_vocab_size: int | None = None
+    """of the recall samples (mqar); none: the model's"""
     valid_slices: tuple[tuple[int, int, int], ...] = ()
     """the same for validation (mqar); none: no validation"""
 

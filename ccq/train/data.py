@@ -30,7 +30,12 @@ def valid_source(config: Config) -> TokenWindows | MQAR | None:
 
 
 def mqar(config: Config, slices: tuple, split: str) -> MQAR:
-    return MQAR(config.data.batch, slices, seed=config.seed, split=split, vocab_size=config.model.vocab_size)
+    vocabulary = config.data.recall_vocab_size or config.model.vocab_size
+    if vocabulary > config.model.vocab_size:
+        raise RunError(
+            f"data.recall_vocab_size: expected at most model.vocab_size = {config.model.vocab_size}, got {vocabulary}"
+        )
+    return MQAR(config.data.batch, slices, seed=config.seed, split=split, vocab_size=vocabulary)
 
 
 def fits(windows: TokenWindows, config: Config, name: str) -> TokenWindows:

@@ -69,9 +69,10 @@ class Log:
                 if isinstance(value, str):
                     self.board.add_text(name, value, step)
                 elif isinstance(value, list):
-                    self.board.add_scalars(name, {f"layer {i}": x for i, x in enumerate(value)}, step)
+                    for layer, x in enumerate(value):
+                        self.board.add_scalar(f"{name}/layer_{layer}", x, step)
                 elif isinstance(value, int | float):
-                    self.board.add_scalar(name, value, step)
+                    self.board.add_scalar(name.replace("lam_of_", "lam/"), value, step)  # beside the gates
         shown = " ".join(
             f"{heading} {form.format(_mean(values[name]))}"
             for name, heading, form in SHOWN

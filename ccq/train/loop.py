@@ -179,7 +179,8 @@ class Run:
         self.curve = pure_decay(config) if self.trainer.gates.cleaners else None
         self.tokenizer = tokenizer_of(run) if config.system.sample_every else None
         self.flops = flops_per_token(config)
-        self.seen = self.seconds = 0.0  # tokens and time of the steps since the last line of the log
+        self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
+        self.timed = 0
 
     def train(self) -> int:
         config, trainer = self.config, self.trainer
@@ -227,6 +228,7 @@ class Run:
         done = trainer.step(next(batches))
         self.seconds += time.perf_counter() - begin
         self.seen += done.tokens
+        self.timed += 1
         if not done.ok:
             self.skipped(number, done)
         if logs:
@@ -266,9 +268,9 @@ class Run:
         if self.curve is not None:
             values["lam"] = self.trainer.gates.means(self.world)
             values["lam_of_decay_alone"] = float(self.curve[step])
-        each = self.seconds / max(1, step % self.config.system.log_every or self.config.system.log_every)
-        self.log.record(step, seconds_left=each * (self.config.steps - step), **values)
-        self.seen = self.seconds = 0.0
+        left = self.seconds / self.timed * (self.config.steps - step)
+        self.log.record(step, seconds_left=left, **values)
+        self.seen, self.seconds, self.timed = 0.0, 0.0, 0
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from train_helpers import assert_bit_equal, contents, log_of, names, small, start
 
 from ccq.train import RunError, loop
@@ -57,8 +59,6 @@ def train_and_die(run, kill_at, where):
 
     loop.Trainer.step = step
     if where == "data":  # the tensors lie on disk, what says where they are does not
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
         die_before(FileSystemWriter, "finish")
     elif where == "seal":  # all of it does, but for the name
         die_before(Checkpoints, "_seal")
@@ -78,10 +78,10 @@ def killed(run, kill_at, where):
 @pytest.mark.parametrize("where", ["step", "data", "seal"])
 def test_killed_it_ends_with_the_same_bits(tmp_path, undisturbed, where):
     rng = random.Random(where)
-    kills = {  # never so early that nothing could have been saved
-        "step": sorted(rng.sample(range(7, STEPS), 3)),
-        "data": [10],
-        "seal": [15],
+    kills = {  # from 11 on the checkpoint of step 5 is there: that of step 10 has waited for it
+        "step": sorted(rng.sample(range(11, STEPS), 3)),
+        "data": [11],
+        "seal": [16],
     }[where]
     have: list[int] = []
     for kill_at in kills:
@@ -92,7 +92,7 @@ def test_killed_it_ends_with_the_same_bits(tmp_path, undisturbed, where):
         assert (f"resumed at step {before}\n" in (tmp_path / "out.txt").read_text()) == (before > 0)
         have = names(tmp_path)
         # what may be lost is the checkpoint that was being written, no more
-        assert have[-1] >= 5 * (steps[-1] // 5) - 5
+        assert have[-1] >= 5 * ((steps[-1] - 1) // 5) - 5
         assert have[-1] > 0
     assert train(config(), tmp_path) == 0
     assert log_of(tmp_path)[-1]["step"] == STEPS
@@ -138,6 +138,17 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, capsys):
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*")} == files
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was stopped with checkpoints of steps 10 and 12."""
+    run = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 11)
+        train(config(), run)
+    assert names(run) == [10, 12]
+    return run
+
+
 def truncate(checkpoint):
     file = next(checkpoint.glob("*.distcp"))
     os.truncate(file, file.stat().st_size // 2)
@@ -164,28 +175,25 @@ def lose(name):
     [truncate, lose(".metadata"), lose("complete.json"), scramble],
     ids=["truncated", "no metadata", "no marker", "scrambled"],
 )
-def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, undisturbed, monkeypatch, capsys, damage):
-    stop_at(monkeypatch, 11)
-    train(config(), tmp_path)
-    monkeypatch.undo()
-    assert names(tmp_path) == [10, 12]
-    said = damage(tmp_path / "checkpoints" / "step-00000012")
-    capsys.readouterr()
-    assert train(config(), tmp_path) == 0
+def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, undisturbed, stopped, capsys, damage):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    said = damage(run / "checkpoints" / "step-00000012")
+    assert train(config(), run) == 0
     out = capsys.readouterr().out
     assert "step-00000012 is damaged" in out
     assert said in out
     assert "resumed at step 10" in out
-    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+    assert_bit_equal(contents(run / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
 
 
-def test_nothing_but_damaged_checkpoints_is_no_reason_to_start_over(tmp_path, monkeypatch):
-    stop_at(monkeypatch, 6)
-    train(config(), tmp_path)
-    for step in names(tmp_path):
-        truncate(tmp_path / "checkpoints" / f"step-{step:08d}")
+def test_nothing_but_damaged_checkpoints_is_no_reason_to_start_over(tmp_path, stopped):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for step in names(run):
+        truncate(run / "checkpoints" / f"step-{step:08d}")
     with pytest.raises(RunError, match=r"every checkpoint in .* is damaged"):
-        train(config(), tmp_path)
+        train(config(), run)
 
 
 def test_the_last_few_checkpoints_are_kept(tmp_path):
@@ -195,20 +203,20 @@ def test_the_last_few_checkpoints_are_kept(tmp_path):
 
 def test_a_checkpoint_is_what_was_saved_though_training_goes_on(tmp_path, monkeypatch):
     """It is written in the background; what is written must not change meanwhile."""
-    write = Checkpoints._seal
+    write = FileSystemWriter.write_data
     weights = {}
     take_step = loop.Trainer.step
 
-    def slow(self, partial, step):
+    def slow(self, *arguments):
         time.sleep(0.3)
-        write(self, partial, step)
+        return write(self, *arguments)
 
     def step(trainer, batches):
         done = take_step(trainer, batches)
         weights[trainer.progress["step"]] = {n: x.detach().clone() for n, x in trainer.prepared.masters.items()}
         return done
 
-    monkeypatch.setattr(Checkpoints, "_seal", slow)
+    monkeypatch.setattr(FileSystemWriter, "write_data", slow)
     monkeypatch.setattr(loop.Trainer, "step", step)
     train(small(steps=9, keep=9), tmp_path)
     saved = contents(tmp_path / "checkpoints" / "step-00000005")
@@ -263,9 +271,8 @@ def asdict(config):
     return dataclasses.asdict(config)
 
 
-def test_how_it_runs_may_change(tmp_path, undisturbed, monkeypatch):
-    stop_at(monkeypatch, 6)
-    train(config(), tmp_path)
-    monkeypatch.undo()
-    assert train(config(workers=1, log_every=3, checkpoint_every=7), tmp_path) == 0
-    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+def test_how_it_runs_may_change(tmp_path, undisturbed, stopped):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    assert train(config(workers=1, log_every=3, checkpoint_every=7), run) == 0
+    assert_bit_equal(contents(run / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)

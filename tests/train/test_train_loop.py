@@ -212,6 +212,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, capsys):
 
     def save(self, step, state, wait=False):
         if step == 10:
+            self.wait()  # for that of step 5
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         begin(self, step, state, wait)
 
@@ -273,6 +274,13 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
     path = write_shards(tmp_path / "shards", [documents(vocabulary=100)], vocab_size=100)
     with pytest.raises(RunError, match=r"data.path: .* vocabulary of 100, and model.vocab_size is 64"):
         train(small("gla", path=path), tmp_path / "run")
+
+
+def test_recall_samples_may_use_a_part_of_the_vocabulary(world):
+    config = small("gla", recall_vocab_size=30)
+    assert train_source(config).batch(0).input_ids.max() < 30
+    with pytest.raises(RunError, match=r"data.recall_vocab_size: expected at most model.vocab_size = 64, got 65"):
+        train_source(small("gla", recall_vocab_size=65))
 
 
 # What one sees
@@ -394,6 +402,7 @@ def test_tensorboard_has_what_the_log_has(text_run):
     events.Reload()
     assert [e.step for e in events.Scalars("loss")] == [5, 10]
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses(run), rel=1e-6)
+    assert {"lam/layer_0", "lam/layer_1", "lam/decay_alone", "valid_perplexity"} <= set(events.Tags()["scalars"])
 
 
 def test_export_is_the_model_with_its_tokenizer(text_run, tmp_path, capsys):

@@ -4,6 +4,7 @@ All of it runs in one pair of processes, whose results the tests look at.
 """
 
 import os
+import re
 import signal
 
 import numpy as np
@@ -120,7 +121,7 @@ def lose_a_rank(out, world):
     take_step = loop.Trainer.step
 
     def step(trainer, batches):
-        if world.rank == 1 and trainer.progress["step"] == 7:
+        if world.rank == 1 and trainer.progress["step"] == 12:
             os.kill(os.getpid(), signal.SIGKILL)
         return take_step(trainer, batches)
 
@@ -244,9 +245,10 @@ def test_a_lost_rank_is_said_and_the_checkpoint_stays(pair, capsys):
     said = (run.parent / "lost.txt").read_text()
     assert said.startswith("another rank does not answer (")
     assert "The last good checkpoint is" in said
-    assert "step-00000005. Start again" in said
+    left = int(re.search(r"step-(\d+)\. Start again", said)[1])
+    assert left in (5, 10)  # that of step 10 may have been on its way
     assert train(small("gla"), run.parent / "lost") == 0
-    assert "resumed at step 5" in capsys.readouterr().out
+    assert f"resumed at step {left}" in capsys.readouterr().out
 
 
 def test_ranks_must_divide_the_batch():
