@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.analysis.capture import POINTS, Projection, Read, run, watch
+from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
 from ccq.analysis.command import (
     add_model_arguments,
     add_prompt_arguments,
@@ -44,6 +44,8 @@ from ccq.ops.reference import unit
 TOP = 16
 BINS = 40  # of the histograms, from 0 to 1
 SPECTRUM = 64  # eigenvalues that are kept of a layer
+# models whose fused projections are laid out as supposed, though what they read cannot be seen, or passes a norm
+TRUSTED = ("bloom", "falcon", "mpt", "persimmon")
 
 
 def covariance(k: Float[Tensor, "T Hk K"]) -> tuple[Float[Tensor, "Hk K K"], Float[Tensor, "Hk K"]]:
@@ -119,7 +121,11 @@ class Observer:
     def read(self, read: Read) -> None:
         assert self.tokens is not None
         if read.layer in self.norms:
-            check_layout(*self.norms.pop(read.layer), read.k)
+            projection, norms = self.norms[read.layer]
+            if not any("norm" in name for name, _ in projection.parent.named_modules()):  # it would hide the lengths
+                if not has_layout(norms, read.k):
+                    raise unknown_layout(projection)
+                del self.norms[read.layer]
         self.points["read"].add(read.layer, unit(read.k.double()), self.tokens)
         if read.lam is not None and read.cleaner is not None:
             cleaner = read.cleaner
@@ -134,21 +140,22 @@ class Observer:
             self.points["operator"].add(read.layer, k, self.tokens, state.covariance(cleaner.centred)[0], centre)
 
 
-def check_layout(projection: Projection, norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> None:
-    """Refuse a fused projection that is laid out in another way than supposed.
+def has_layout(norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> bool:
+    """Whether keys cut out of a fused projection, of which the lengths are given, are those that the scores read.
 
-    RoPE turns a key and may scale all keys alike, so that the lengths at both points are proportional; only a norm of
-    the keys, where a layer has one, keeps that from being seen.
+    RoPE turns a key and may scale all keys alike, so that the lengths at both points are proportional.
     """
-    parent = projection.parent
-    if any("norm" in name for name, _ in parent.named_modules()):
-        return
+    if norms.shape != k.shape[:2]:
+        return False
     ratio = k.double().norm(dim=-1).cpu() / norms.clamp(min=1e-30)
-    if norms.shape != k.shape[:2] or float(ratio.std() / ratio.mean()) > 0.05:
-        raise AnalysisError(
-            f"{projection.name} of {type(parent).__name__}: its keys are not those that its scores read, so q, k and v "
-            "lie in it in an order that is not known here"
-        )
+    return float(ratio.std() / ratio.mean()) < 0.05
+
+
+def unknown_layout(projection: Projection) -> AnalysisError:
+    return AnalysisError(
+        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and where its keys lie "
+        "in that is not known here"
+    )
 
 
 def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False, tell: Any = None) -> dict:
@@ -159,6 +166,9 @@ def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = F
         for prompt in prompts:
             observer.tokens = tokens = tokenize(prompt, tokenizer, bos)
             run(model, tokens.ids)
+            for projection, _ in observer.norms.values():
+                if getattr(text_config(model), "model_type", None) not in TRUSTED:
+                    raise unknown_layout(projection)
             sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
             rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
             if tell is not None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,7 +120,7 @@ def course(run_folder: Path) -> dict:
             continue
         values = values if isinstance(values, list) else [values]
         steps.append(row["step"])
-        lam.append([math.nan if x is None else float(x) for x in values])
+        lam.append(values)
         alone.append(row.get("lam_of_decay_alone"))
     if not steps:
         raise AnalysisError(f"{path} has no lam in it: expected the log of a model with cleaning")

@@ -1,0 +1,119 @@
+"""`ccq analyze` from a folder to files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from ccq import cli
+from ccq.analysis import KINDS, capture
+from ccq.model import CCQConfig, CCQForCausalLM
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    """A model of ours with its tokenizer, as training exports it."""
+
+    def save(system="ccq-gla"):
+        torch.manual_seed(0)
+        model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", vocab_size=len(tokenizer)))
+        model.save_pretrained(tmp_path / system)
+        tokenizer.save_pretrained(tmp_path / system)
+        return tmp_path / system
+
+    return save
+
+
+def strict(path):
+    """JSON without NaN, which is none."""
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path} has {name}"))
+
+
+def test_alignment_writes_a_result_and_the_figures(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    model = folder()
+    assert cli.main(["analyze", "alignment", str(model), "--variants", "3", "--sentences", "6", "--out", str(out)]) == 0
+    result = strict(out / "alignment_ccq_gla.json")
+    assert set(result["points"]) == {"projection", "read", "operator"}
+    assert len(result["prompts"]) == 15
+    assert result["provenance"]["commit"]
+    assert str(tmp_path) not in (out / "alignment_ccq_gla.json").read_text()
+    for name in ("depth", "histogram", "heads", "spectrum"):
+        for ending in ("png", "svg"):
+            assert (out / f"alignment_ccq_gla_{name}.{ending}").stat().st_size > 2000
+    assert "novel minus planted" in capsys.readouterr().out
+
+
+def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": n, "lam": [0.1, 0.2 + n / 100], "lam_of_decay_alone": 0.1 + n / 200} for n in range(1, 4)]
+    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    model = folder()
+    arguments = [str(model), "--variants", "3", "--sentences", "6", "--run", str(run), "--out", str(out)]
+    assert cli.main(["analyze", "gate", *arguments]) == 0
+    result = strict(out / "gate_ccq_gla.json")
+    assert result["training"]["step"] == [1, 2, 3]
+    assert result["of_bias"][0] == pytest.approx([0.01, 0.01])
+    for name in ("layers", "training"):
+        assert (out / f"gate_ccq_gla_{name}.svg").exists()
+    assert cli.main(["analyze", "gate", "--run", str(run), "--out", str(out)]) == 0
+    assert "lam" not in strict(out / "gate_run.json")
+
+
+def test_margin_of_ours_and_of_a_model_without_cleaning(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    ours, plain = folder(), folder("transformer")
+    small = ["--variants", "3", "--sentences", "6", "--out", str(out)]
+    assert cli.main(["analyze", "margin", str(ours), *small]) == 0
+    assert strict(out / "margin_ccq_gla.json")["own_lam"] is True
+    assert (out / "margin_ccq_gla.svg").exists()
+    assert cli.main(["analyze", "margin", str(plain), *small]) == 1
+    assert "expected a lam to measure it with (--lam)" in capsys.readouterr().err
+    own = ["--prompt", "The cat saw a dog. Who saw a dog?", "--needle", "cat", "--lam", "0.5"]
+    assert cli.main(["analyze", "margin", str(plain), *own, *small]) == 0
+    assert strict(out / "margin_transformer.json")["prompts"] == 1
+
+
+def test_a_model_with_no_key_projection_is_refused_by_name(tmp_path, tokenizer, capsys, monkeypatch):
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=512)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.delitem(capture.FUSED, "c_attn")
+    small = ["--variants", "3", "--sentences", "6", "--out", str(tmp_path)]
+    assert cli.main(["analyze", "alignment", str(tmp_path / "model"), *small]) == 1
+    error = capsys.readouterr().err
+    assert "GPT2LMHeadModel has no key projection" in error
+    assert "transformer.h.*.attn.c_attn" in error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_help(kind, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["analyze", kind, "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: ccq analyze {kind}")
+
+
+def test_an_unknown_kind_names_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["analyze", "margins"])
+    assert "unknown kind 'margins'. Did you mean 'margin'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["alignment", "./nowhere"], "is not there"),
+        (["alignment", "./nowhere.gguf"], "expected a file in GGUF"),
+        (["alignment", "./nowhere", "--variants", "1"], "variants: expected 3 to 8"),
+        (["gate", "--run", "./nowhere"], "is not there"),
+    ],
+)
+def test_what_is_not_there_is_said_without_a_traceback(arguments, text, capsys):
+    assert cli.main(["analyze", *arguments]) == 1
+    assert text in capsys.readouterr().err
