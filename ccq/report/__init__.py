@@ -1,0 +1,47 @@
+"""`ccq report`: one page with the paper's tables and figures, our numbers beside the paper's, from any results."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Collect what is under `paths` and write OUT/index.html, OUT/report.md and OUT/figures/; what was written."""
+    from ccq.report import figures, html, markdown, page
+    from ccq.report.collect import collect
+    from ccq.report.document import figures_of
+
+    document = page.build(collect(paths))
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in (("index.html", html.page(document)), ("report.md", markdown.page(document))):
+        partial = out / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, out / name)
+        written.append(out / name)
+    for figure in figures_of(document.parts):
+        written += figures.save(figure, out / "figures")
+    return written
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ccq report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="RUNS",
+        help="folders and files, in any mix: runs of `ccq train`, results of `ccq eval`, `ccq analyze`, `ccq bench`",
+    )
+    parser.add_argument("-o", "--out", type=Path, default=Path("report"), help="folder to write to (%(default)s)")
+    arguments = parser.parse_args(argv)
+    for path in arguments.paths:
+        if not path.exists():
+            parser.error(f"RUNS: {path} is not there")
+    written = write(arguments.paths, arguments.out)
+    print(f"Wrote {written[0]}, {written[1].name} and {len(written) - 2} files of figures", file=sys.stdout)
+    return 0

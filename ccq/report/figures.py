@@ -1,0 +1,511 @@
+"""The figures: what each panel shows, and how panels become inline SVG, and SVG and PNG files."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ccq.report.collect import Collection, Source
+from ccq.report.document import Figure, Panel
+from ccq.report.numbers import Results
+from ccq.report.paper import Paper
+from ccq.report.systems import System
+
+# Okabe and Ito's palette; INK becomes the page's own text colour, the others a lighter tone on a dark page
+INK, GREY = "#000000", "#7f7f7f"
+BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
+STYLE: dict = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ccq",
+    "font.family": "sans-serif",
+}
+# system: (colour, line, marker); with CCQ solid, without dashed, its control dotted: colour is never alone
+LINES = {
+    "transformer": (GREY, "-.", "x"),
+    "mamba2": (PURPLE, "-.", "^"),
+    "gla": (SKY, "--", "s"),
+    "gla-unit": (GREEN, ":", "D"),
+    "ccq-gla": (BLUE, "-", "o"),
+    "gla-hedgehog": (GREY, ":", "v"),
+    "gated-deltanet": (ORANGE, "--", "s"),
+    "ccq-gated-deltanet": (RED, "-", "o"),
+}
+OTHERS = ((PURPLE, "-", "P"), (GREEN, "--", "X"), (GREY, "-", "*"), (SKY, "-.", "d"))
+
+
+def line_of(system: System) -> dict[str, Any]:
+    if system.name in LINES and not system.variant:
+        colour, line, marker = LINES[system.name]
+    else:
+        colour, line, marker = OTHERS[sum(map(ord, system.key)) % len(OTHERS)]
+    return {"color": colour, "ls": line, "marker": marker, "ms": 4, "lw": 1.6}
+
+
+# -- how a figure is written ------------------------------------------------------------------------------------------
+
+
+def svg(draw: Callable[[Any], None], size: tuple[float, float], title: str = "") -> str:
+    """One panel as SVG text."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with matplotlib.rc_context(STYLE):
+        canvas = Canvas(figsize=size, layout=ConstrainedLayoutEngine(), facecolor="none")
+        axes = canvas.subplots()
+        axes.set_facecolor("none")
+        draw(axes)
+        if title:
+            axes.set_title(title)
+        buffer = io.StringIO()
+        canvas.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def inline(text: str, prefix: str, alt: str) -> str:
+    """SVG for an HTML page: no prologue, names of its own, colours of the page."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{prefix}-', text)
+    text = re.sub(r'href="#', f'href="#{prefix}-', text)
+    text = re.sub(r"url\(#", f"url(#{prefix}-", text)
+    for name, colour in (("ink", INK), ("blue", BLUE), ("sky", SKY), ("green", GREEN), ("orange", ORANGE), ("red", RED),
+                         ("purple", PURPLE), ("grey", GREY)):  # fmt: skip
+        text = re.sub(colour, f"var(--{name})", text, flags=re.IGNORECASE)
+    # what matplotlib leaves black by saying nothing
+    text = text.replace('<text style="', '<text style="fill: var(--ink); ').replace("<text ", '<text class="t" ')
+    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{alt}">', text)
+    return re.sub(r"\n\s*", "\n", text)
+
+
+def save(figure: Figure, folder: Path) -> list[Path]:
+    """All panels as one image, for papers: NAME.svg and NAME.png."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = min(figure.columns, len(figure.panels))
+    rows = -(-len(figure.panels) // columns)
+    width, height = figure.size
+    with matplotlib.rc_context(STYLE):
+        canvas = Canvas(figsize=(columns * width, rows * height), layout=ConstrainedLayoutEngine())
+        grid = canvas.subplots(rows, columns, squeeze=False).flat
+        for axes, panel in zip(grid, figure.panels, strict=False):
+            panel.draw(axes)
+            axes.set_title(panel.title)
+        for axes in list(grid)[len(figure.panels) :]:
+            axes.set_visible(False)
+        paths = [folder / f"{figure.name}.svg", folder / f"{figure.name}.png"]
+        canvas.savefig(paths[0], metadata={"Date": None})
+        canvas.savefig(paths[1], dpi=160, metadata={"Software": None})
+    return paths
+
+
+# -- what CCQ does, in two dimensions ----------------------------------------------------------------------------------
+
+
+def example(lam: float = 1.0) -> dict[str, np.ndarray]:
+    """Unit keys around +-u and one needle, in the plane; Sigma, q and q_clean = q - lam Sigma q from them."""
+    angle = np.deg2rad(np.concatenate([np.linspace(-16, 20, 13), 180 + np.linspace(-18, 14, 11)]))
+    needle = np.deg2rad(78.0)
+    keys = np.stack([np.cos([*angle, needle]), np.sin([*angle, needle])], 1)
+    sigma = keys.T @ keys / len(keys) - np.outer(keys.mean(0), keys.mean(0))
+    at = np.deg2rad(38.0)
+    q = np.array([np.cos(at), np.sin(at)])
+    q_clean = q - lam * sigma @ q
+    return {"keys": keys, "q": q, "q_clean": q_clean, "before": keys @ q, "after": keys @ q_clean}
+
+
+def picture() -> Figure:
+    found = example()
+
+    def space(axes: Any) -> None:
+        keys = found["keys"]
+        turn = np.linspace(0, 2 * np.pi, 200)
+        axes.plot(np.cos(turn), np.sin(turn), color=GREY, lw=0.6, alpha=0.5)
+        axes.plot([-1.25, 1.25], [0, 0], color=GREY, lw=1, ls=":")
+        axes.text(0, -0.22, "keys vary most this way", color=GREY, fontsize=8, ha="center")
+        axes.plot(*keys[:-1].T, "o", color=GREY, ms=4.5, alpha=0.9)
+        axes.plot(*keys[-1], "*", color=RED, ms=13)
+        axes.text(keys[-1, 0] - 0.08, keys[-1, 1] + 0.1, "needle", color=RED, ha="right", fontsize=9)
+        for name, colour, label, dx, dy in (("q", BLUE, "q", 0.06, 0.0), ("q_clean", GREEN, "q_clean", -0.06, 0.1)):
+            axes.annotate("", found[name], (0, 0), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 2.2,
+                                                               "shrinkA": 0, "shrinkB": 0})  # fmt: skip
+            x, y = found[name]
+            axes.text(x + dx, y + dy, label, color=colour, fontsize=10, ha="left" if dx > 0 else "right")
+        axes.set(xlim=(-1.3, 1.3), ylim=(-0.5, 1.35), aspect="equal")
+        axes.axis("off")
+
+    def scores(axes: Any) -> None:
+        others = len(found["keys"]) - 1
+        rows = [("after", "q_clean", GREEN, 0), ("before", "q", BLUE, 1)]
+        for name, label, _, y in rows:
+            values = found[name]
+            axes.plot(values[:others], np.full(others, y), "o", color=GREY, ms=4.5, alpha=0.8)
+            axes.plot(values[-1:], [y], "*", color=RED, ms=13)
+            axes.text(-1.0, y + 0.2, f"read with {label}", fontsize=8.5, color=BLUE if name == "before" else GREEN)
+        axes.set(yticks=[], ylim=(-0.45, 1.5), xlabel="score of each stored key")
+        axes.spines["left"].set_visible(False)
+
+    return Figure(
+        name="picture",
+        title="What CCQ does",
+        caption="Computed by the equation: 24 keys (grey) lie along one direction, the needle off it. Read with q, "
+        "grey keys score best; q_clean is q shrunk along that direction, and the needle comes out on top. Were the "
+        "needle on it too, cleaning would hurt.",
+        panels=[Panel("In the space of keys", space), Panel("Scores", scores)],
+        columns=2,
+        size=(2.6, 2.1),
+        alt="keys, needle, query and cleaned query; scores before and after",
+    )
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+def curves(results: Results, suite: str, pattern: str, systems: Sequence[System]) -> list[tuple[System, list, list]]:
+    """(system, lengths, estimates) of the scores called `pattern` with a length at its {}."""
+    found = []
+    for system in systems:
+        lengths: set[int] = set()
+        before, after = pattern.split("{}")
+        for source in results.runs(system, suite):
+            for name in source.content["scores"]:
+                middle = name[len(before) : len(name) - len(after)]
+                if name.startswith(before) and name.endswith(after) and middle.isdigit():
+                    lengths.add(int(middle))
+        points = [(n, results.estimate(system, f"{suite}:{pattern.format(n)}")) for n in sorted(lengths)]
+        known = [(n, estimate) for n, estimate in points if estimate is not None]
+        if known:
+            found.append((system, [n for n, _ in known], [estimate for _, estimate in known]))
+    return found
+
+
+def draw_curves(lines: list[tuple[System, list, list]], ylabel: str, legend: bool) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        sizes = {system.size for system, _, _ in lines}
+        for system, lengths, estimates in lines:
+            label = system.label if len(sizes) == 1 else f"{system.label} ({system.size})"
+            style = line_of(system)
+            axes.plot(lengths, [e.value for e in estimates], label=label, **style)
+            bands = [e.over_seeds or e.over_samples for e in estimates]
+            if all(bands):
+                low, high = zip(*bands, strict=True)
+                axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
+        ticks = sorted({n for _, lengths, _ in lines for n in lengths})
+        axes.set_xticks(ticks[:: max(1, len(ticks) // 5)])
+        axes.set_xticklabels([f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks[:: max(1, len(ticks) // 5)]])
+        axes.set(xlabel="tokens", ylabel=ylabel)
+        if legend:
+            axes.legend(fontsize=7)
+
+    return draw
+
+
+CORPORA = {
+    "govreport": "GovReport",
+    "qmsum": "QMSum",
+    "narrativeqa": "NarrativeQA",
+    "qasper": "Qasper",
+    "pg19": "PG19",
+    "code": "code (for CodeParrot)",
+    "elife": "eLife (not in the paper)",
+}
+BAND = "Bands: the 95% interval over seeds where there are three, else over test samples."
+
+
+def extrapolation(results: Results) -> Figure | None:
+    panels: list[Panel] = []
+    for corpus, title in CORPORA.items():
+        lines = curves(results, "length", f"{corpus}/{{}}", results.systems("length"))
+        if lines:
+            panels.append(Panel(title, draw_curves(lines, "perplexity", legend=not panels)))
+    if not panels:
+        return None
+    return Figure(
+        "extrapolation",
+        "Perplexity past the training length",
+        f"Lower is better. The paper's Figures 3 and 4 show the same sweep; their values are not printed. {BAND}",
+        panels,
+        alt="perplexity by length",
+    )
+
+
+def needles(results: Results) -> Figure | None:
+    panels: list[Panel] = []
+    for number, what in ((1, "pass-key"), (2, "number"), (3, "uuid")):
+        lines = curves(results, "niah", f"niah_single_{number}/{{}}", results.systems("niah"))
+        if lines:
+            panels.append(Panel(f"S-NIAH-{number}: {what}", draw_curves(lines, "found, %", legend=not panels)))
+    if not panels:
+        return None
+    return Figure("needles", "Needles found, by length", f"Higher is better. {BAND}", panels, alt="needles by length")
+
+
+def recall(results: Results) -> Figure | None:
+    systems = [s for s in results.systems("mqar") if results.runs(s, "mqar")]
+    if not systems:
+        return None
+    slices = list(dict.fromkeys(
+        name for s in systems for run in results.runs(s, "mqar") for name in run.content["scores"] if name != "average"
+    ))  # fmt: skip
+
+    def draw(axes: Any) -> None:
+        for system in systems:
+            points = [results.estimate(system, f"mqar:{name}") for name in slices]
+            known = [(at, e) for at, e in enumerate(points) if e is not None]
+            label = f"{system.label} ({system.size})" if len({s.size for s in systems}) > 1 else system.label
+            axes.plot([at for at, _ in known], [e.value for _, e in known], label=label, **line_of(system))
+        axes.set_xticks(range(len(slices)), [name.replace("-", "\n") for name in slices], fontsize=7)
+        axes.set(xlabel="tokens, pairs", ylabel="keys answered, %", ylim=(0, 103))
+        axes.legend(fontsize=7)
+
+    return Figure("recall", "Recall (MQAR), by slice", "Higher is better. Not in the paper.", [Panel("", draw)],
+                  size=(5.2, 3.2), alt="recall by slice")  # fmt: skip
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def training(found: Collection) -> Figure | None:
+    runs = [run for run in found.of("run") if run.records]
+    shown = {
+        "valid_accuracy": ("Recall while training", "validation accuracy"),
+        "valid_perplexity": ("Perplexity while training", "validation perplexity"),
+    }
+    panels = []
+    for name, (title, ylabel) in shown.items():
+        having = [run for run in runs if any(record.get(name) is not None for record in run.records)]
+        if having:
+            panels.append(Panel(title, draw_course(having, name, ylabel)))
+    if not panels:
+        having = [run for run in runs if any(record.get("loss") is not None for record in run.records)]
+        if having:
+            panels.append(Panel("Loss while training", draw_course(having, "loss", "loss")))
+    gated = [run for run in runs if any(record.get("lam") for record in run.records)]
+    if gated:
+        panels.append(Panel("The gate", draw_gate(gated)))
+    if not panels:
+        return None
+    return Figure(
+        "training", "Training", "The gate: mean lam over layers. Dotted: where weight decay of its bias alone, without "
+        "any gradient, would carry it; a gate that follows it has not learned to open.", panels, columns=2,
+        size=(4.0, 2.9), alt="curves of training",
+    )  # fmt: skip
+
+
+def draw_course(runs: list[Source], name: str, ylabel: str) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        labelled = set()
+        for run in runs:
+            assert run.system is not None
+            points = [(r["step"], r[name]) for r in run.records if r.get(name) is not None]
+            style = line_of(run.system) | {"ms": 3, "lw": 1.3}
+            label = None if run.system in labelled else run.system.label
+            labelled.add(run.system)
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.set(xlabel="step", ylabel=ylabel)
+        if ylabel.endswith("perplexity"):
+            axes.set_yscale("log")
+        axes.legend(fontsize=7)
+
+    return draw
+
+
+def draw_gate(runs: list[Source]) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        for run in runs:
+            assert run.system is not None
+            steps = [r["step"] for r in run.records if r.get("lam")]
+            lam = [r["lam"] if isinstance(r["lam"], list) else [r["lam"]] for r in run.records if r.get("lam")]
+            means = [sum(x or 0 for x in row) / len(row) for row in lam]
+            style = line_of(run.system) | {"marker": "", "lw": 1.5}
+            axes.plot(steps, means, label=run.system.label, **style)
+            alone = [(r["step"], r["lam_of_decay_alone"]) for r in run.records if r.get("lam_of_decay_alone")]
+            if alone:
+                axes.plot(*zip(*alone, strict=True), color=style["color"], ls=":", lw=1.2)
+        axes.set(xlabel="step", ylabel="mean lam", ylim=(0, None))
+        axes.legend(fontsize=7)
+
+    return draw
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def throughput(found: Collection) -> Figure | None:
+    """The paper's efficiency figure: tokens/s of training over the length of sequences, at constant tokens a step."""
+    sources = found.of("bench", "train")
+    if not sources:
+        return None
+    rows = sources[-1].content["rows"]
+
+    def draw(axes: Any) -> None:
+        for name in dict.fromkeys(row["system"] for row in rows):
+            system = System(name.replace("_", "-"))
+            points = sorted((row["length"], row["tokens_per_second"] / 1e3) for row in rows if row["system"] == name)
+            axes.plot(*zip(*points, strict=True), label=system.label, **line_of(system))
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row["length"] for row in rows})
+        axes.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="tokens of a sequence", ylabel="thousand tokens/s", ylim=(0, None))
+        axes.legend(fontsize=7)
+
+    return Figure("throughput", "Training throughput, one GPU",
+                  f"{rows[0]['tokens']:,} tokens a step, {sources[-1].hardware}. The paper's Figure 5 has no printed "
+                  "values.", [Panel("", draw)], size=(5.2, 3.2), alt="training throughput")  # fmt: skip
+
+
+def overhead(bars: list[tuple[str, float | None, float | None]]) -> Figure | None:
+    """What CCQ adds, in percent: (what, paper's, ours)."""
+    if not any(ours is not None for _, _, ours in bars):
+        return None
+
+    def draw(axes: Any) -> None:
+        places = np.arange(len(bars))[::-1]
+        for shift, at, colour, label, hatch in ((0.19, 1, GREY, "the paper", "///"), (-0.19, 2, BLUE, "here", "")):
+            known = [(place, bar[at]) for place, bar in zip(places, bars, strict=True) if bar[at] is not None]
+            if not known:
+                continue
+            drawn = axes.barh(
+                [place + shift for place, _ in known], [x for _, x in known], 0.36, label=label, color=colour,
+                hatch=hatch, edgecolor=colour, fill=not hatch, lw=1,
+            )  # fmt: skip
+            axes.bar_label(drawn, fmt="%.1f%%", padding=3, fontsize=7.5)
+        axes.set_yticks(places, [bar[0] for bar in bars])
+        axes.set(xlabel="added by CCQ, %")
+        axes.margins(x=0.18)
+        axes.grid(axis="y", visible=False)
+        axes.legend(loc="lower right")
+
+    return Figure(
+        "overhead", "What CCQ costs", "Time that a token or step takes more with CCQ than without. The paper's is over "
+        "its GLA without unit q and k; here over the backbone with unit q and k. Shorter is better.",
+        [Panel("", draw)], size=(4.6, 0.42 * len(bars) + 1.0), alt="added time",
+    )  # fmt: skip
+
+
+# -- where keys lie ----------------------------------------------------------------------------------------------------
+
+POINT, TOP = "projection", "16"  # the paper's way
+
+
+def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
+    sources = [s for s in found.of("analysis", "alignment") if POINT in s.content["points"]]
+    if not sources:
+        return []
+    depth, pooled, heads = [], [], []
+    for source in sources:
+        name, point = source.content["model"]["name"], source.content["points"][POINT]
+        depth.append(Panel(name, draw_depth(point)))
+        pooled.append(Panel(name, draw_histogram(point)))
+        heads.append(Panel(name, draw_heads(point)))
+    facts = paper.facts
+    return [
+        Figure("alignment_depth", "Gap of alignment, by depth",
+               "Below zero: needle keys lie off the top 16 directions of the key covariance, which is what cleaning "
+               f"assumes. The paper's means: {facts['gap_qwen3']['value']} (Qwen3-4B) and "
+               f"{facts['gap_gated_deltanet']['value']} (Gated DeltaNet 500M). The control, equally rare tokens that "
+               "no question asks for, shows how much of it is rarity. Band: deviation between prompts.", depth,
+               columns=2, size=(4.0, 2.9), alt="gap by layer"),
+        Figure("alignment_tokens", "Alignment of tokens, all layers pooled",
+               "Share of a key's centred energy in the top 16 directions.", pooled, columns=2, size=(4.0, 2.7),
+               alt="histograms of alignment"),
+        Figure("alignment_heads", "Gap by layer and head", "Blue: negative, as assumed; red: positive.", heads,
+               columns=2, size=(4.0, 3.6), alt="gap by layer and head"),
+    ]  # fmt: skip
+
+
+def known(values: list) -> np.ndarray:
+    return np.array([np.nan if x is None else x for x in values], dtype=float)
+
+
+def draw_depth(point: dict) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        axes.axhline(0, color=INK, lw=0.8)
+        for group, label, colour, line in (
+            ("unique", "needle, unique tokens", BLUE, "-"), ("needle", "needle, all tokens", SKY, "--"),
+            ("planted", "control: planted, not asked for", RED, "-."),
+        ):  # fmt: skip
+            if group not in point["top"][TOP]:
+                continue
+            gap = point["top"][TOP][group]
+            mean, spread = known(gap["by_layer"]), known(gap["deviation_by_layer"])
+            axes.plot(point["layers"], mean, color=colour, ls=line, marker="o", ms=2.5, lw=1.5, label=label)
+            if group == "unique":
+                axes.fill_between(point["layers"], mean - spread, mean + spread, color=colour, alpha=0.15, lw=0)
+        axes.set(xlabel="layer", ylabel="gap")
+        axes.legend(fontsize=7)
+
+    return draw
+
+
+def draw_histogram(point: dict) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        counts = point["top"][TOP]["histogram"]
+        for group, label, colour in (("distractor", "distractors", GREY), ("unique", "needle, unique", BLUE),
+                                     ("planted", "control: planted", RED)):  # fmt: skip
+            if group in counts:
+                values = known(counts[group])
+                axes.stairs(values / max(values.sum(), 1) * len(values), np.linspace(0, 1, len(values) + 1),
+                            color=colour, lw=1.5, label=label, fill=False)  # fmt: skip
+        axes.set(xlabel="share in the top 16", ylabel="density", xlim=(0, 1))
+        axes.legend(fontsize=7)
+
+    return draw
+
+
+def draw_heads(point: dict) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        rows = point["top"][TOP]["unique"]["by_head"]
+        widest = max(map(len, rows))
+        table = np.array([[np.nan if x is None else x for x in row] + [np.nan] * (widest - len(row)) for row in rows])
+        limit = float(np.nanmax(np.abs(table))) if np.isfinite(table).any() else 1.0
+        image = axes.pcolormesh(table, cmap="RdBu_r", vmin=-limit, vmax=limit, edgecolors="none")
+        axes.figure.colorbar(image, ax=axes, shrink=0.8)
+        axes.set_xticks(np.arange(widest) + 0.5, [str(i) for i in range(widest)], fontsize=7)
+        step = max(1, len(rows) // 8)
+        axes.set_yticks(np.arange(0, len(rows), step) + 0.5, [str(x) for x in point["layers"][::step]], fontsize=7)
+        axes.set(xlabel="head", ylabel="layer")
+        axes.grid(visible=False)
+
+    return draw
+
+
+def gates(found: Collection) -> Figure | None:
+    sources = [s for s in found.of("analysis", "gate") if "lam" in s.content]
+    if not sources:
+        return None
+
+    def panel(source: Source) -> Panel:
+        def draw(axes: Any) -> None:
+            for place, colour, line in (("text", GREY, "-"), ("filler", SKY, "--"), ("retrieval", RED, "-")):
+                means = [sum(row) / len(row) for row in source.content["lam"][place]]
+                axes.plot(source.content["layers"], means, color=colour, ls=line, marker="o", ms=3, label=place)
+            axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
+            axes.legend(fontsize=7)
+
+        return Panel(source.content["model"]["name"], draw)
+
+    return Figure("gates", "How much is cleaned, by layer",
+                  "Mean gate over heads on ordinary text, on the filler of needle prompts, and where a needle is "
+                  "retrieved. The paper: 0.29 on text, 0.40 at retrieval (mean over layers).",
+                  [panel(source) for source in sources], columns=2, size=(4.0, 2.8), alt="gate by layer")  # fmt: skip

@@ -1,0 +1,123 @@
+"""A document as one HTML file: style and figures inside, no script, nothing fetched."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ccq.report import document as d
+from ccq.report import figures
+
+STYLE = Path(__file__).with_name("style.css")
+WORDS = {"holds": "✓", "does not": "✗", "not enough runs": "…", "not testable": "–"}  # beside the colour
+
+
+def inline(text: str) -> str:
+    """**bold**, `code`, [words](address); all else is escaped."""
+    text = escape(text, quote=True)
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
+    text = re.sub(r"\[(\d+)\]\((#[^)]+)\)", r'<sup><a href="\2">\1</a></sup>', text)
+    return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', text)
+
+
+def cell(part: d.Cell, tag: str = "td", label: str = "", span: int = 1) -> str:
+    classes = [*part.kind.split(), *(["bold"] if part.bold else [])]
+    attributes = f' class="{" ".join(classes)}"' if classes else ""
+    attributes += f' title="{escape(part.hover, quote=True)}"' if part.hover else ""
+    attributes += f' data-label="{escape(label, quote=True)}"' if label else ""
+    attributes += f' colspan="{span}"' if span > 1 else ""
+    attributes += ' scope="row"' if tag == "th" else ""
+    body = inline(part.text)
+    if part.kind.startswith("verdict"):
+        body = f'<span class="word"><span class="mark">{WORDS[part.text]}</span>{body}</span>'
+    small = f'<span class="small">{inline(part.small)}</span>' if part.small else ""
+    return f"<{tag}{attributes}>{body}{small}</{tag}>"
+
+
+def table(part: d.Table) -> str:
+    width = len(part.head)
+    head = "".join(f'<th scope="col">{inline(text)}</th>' for text in part.head)
+    bodies = []
+    for block in part.blocks:
+        rows = []
+        if block.title:
+            rows.append(f'<tr><th class="title" colspan="{width}" scope="rowgroup">{inline(block.title)}</th></tr>')
+        for row in block.rows:
+            anchor = f' id="source-{row.label.text}"' if part.name == "sources" else ""
+            cells = "".join(
+                cell(c, label=part.head[at + 1] if part.stack else "",
+                     span=width - 1 if len(row.cells) == 1 and width > 2 else 1)
+                for at, c in enumerate(row.cells)
+            )  # fmt: skip
+            kind = f' class="{row.kind}"' if row.kind else ""
+            rows.append(f"<tr{kind}{anchor}>{cell(row.label, 'th')}{cells}</tr>")
+        bodies.append(f'<tbody class="block">{"".join(rows)}</tbody>')
+    kind = ' class="stack words"' if part.stack else ""
+    notes = "".join(f"<li>{inline(note)}</li>" for note in part.notes)
+    return (
+        f'<div class="scroll" tabindex="0"><table{kind} id="table-{part.name}">'
+        f"<caption>{inline(part.caption)}</caption><thead><tr>{head}</tr></thead>{''.join(bodies)}</table></div>"
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    )
+
+
+def figure(part: d.Figure) -> str:
+    panels = "".join(
+        figures.inline(figures.svg(panel.draw, part.size, panel.title), f"{part.name}{at}",
+                       escape(f"{part.alt}: {panel.title}".strip(": "), quote=True))
+        for at, panel in enumerate(part.panels)
+    )  # fmt: skip
+    files = f'<a href="figures/{part.name}.svg">SVG</a>, <a href="figures/{part.name}.png">PNG</a>'
+    one = " one" if len(part.panels) == 1 else ""
+    return (
+        f'<figure id="figure-{part.name}"><div class="title">{inline(part.title)}</div>'
+        f'<div class="panels{one}">{panels}</div>'
+        f"<figcaption>{inline(part.caption)} {files}</figcaption></figure>"
+    )
+
+
+def render(part: Any) -> str:
+    if isinstance(part, d.Heading):
+        anchor = f' id="{part.anchor}"' if part.anchor else ""
+        return f"<h{part.level}{anchor}>{inline(part.text)}</h{part.level}>"
+    if isinstance(part, d.Text):
+        return f'<p class="{part.kind}">{inline(part.text)}</p>' if part.kind else f"<p>{inline(part.text)}</p>"
+    if isinstance(part, d.Equation):
+        return f'<div class="equation">{part.html}</div>'
+    if isinstance(part, d.Items):
+        items = "".join(f"<li>{inline(item)}</li>" for item in part.items)
+        if part.kind == "notice":
+            return f'<div class="notice" role="note"><strong>{inline(part.title)}</strong><ul>{items}</ul></div>'
+        return (f"<p><strong>{inline(part.title)}</strong></p>" if part.title else "") + f"<ul>{items}</ul>"
+    if isinstance(part, d.Table):
+        return table(part)
+    if isinstance(part, d.Figure):
+        return figure(part)
+    if isinstance(part, d.Details):
+        return f"<details><summary>{inline(part.summary)}</summary>{''.join(map(render, part.parts))}</details>"
+    if isinstance(part, d.Columns):
+        columns = "".join(f"<div>{''.join(map(render, column))}</div>" for column in part.columns)
+        return f'<div class="columns {part.kind}">{columns}</div>'
+    raise TypeError(f"no such part: {part!r}")
+
+
+def page(document: d.Document) -> str:
+    links = " ".join(
+        f'<a href="#{part.anchor}">{inline(part.text)}</a>'
+        for part in document.parts
+        if isinstance(part, d.Heading) and part.anchor
+    )
+    parts = [render(part) for part in document.parts]
+    first = next((at for at, part in enumerate(document.parts) if isinstance(part, d.Heading)), len(parts))
+    parts.insert(first, f'<nav aria-label="contents">{links}</nav>')
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(document.title)}</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{inline(document.title)}</h1>\n"
+        + "\n".join(parts)
+        + f"\n<footer>{inline(document.foot)}</footer>\n</main>\n</body>\n</html>\n"
+    )

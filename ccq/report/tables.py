@@ -1,0 +1,402 @@
+"""The paper's tables with our numbers beside the paper's. Bold is computed from the numbers, in its rows too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ccq.report import paper as papers
+from ccq.report.claims import CONTROLS, Verdict, change
+from ccq.report.collect import Collection, Source
+from ccq.report.document import Block, Cell, Row, Table
+from ccq.report.numbers import Estimate, Results
+from ccq.report.paper import Column, Paper, best, eligible, scale_label
+from ccq.report.systems import System, label_of
+
+MISSING = Cell("missing", kind="missing", hover="not among the results")
+
+
+def number(value: float, like: str = "") -> str:
+    """With as many digits as the paper's cell, or two.
+
+    >>> number(12.345), number(99.96, "100.0")
+    ('12.35', '100.0')
+    """
+    return f"{value:.{len(like.partition('.')[2]) if like else 2}f}"
+
+
+def marks(sources: Sequence[Source]) -> str:
+    """Footnotes of a row."""
+    return " ".join(f"[{number}](#source-{number})" for number in sorted({source.number for source in sources}))
+
+
+def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
+    if estimate is None:
+        return MISSING
+    parts = []
+    seeds, samples = estimate.over_seeds, estimate.over_samples
+    if seeds is not None:
+        parts.append(f"95% over {len(estimate.values)} seeds: {number(seeds[0])} to {number(seeds[1])}")
+    elif len(estimate.values) > 1:
+        parts.append(f"mean of {len(estimate.values)} runs")
+    if samples is not None:
+        what = "95% over samples" if len(estimate.values) == 1 else "95% over samples, mean of the runs' bounds"
+        parts.append(f"{what}: {number(samples[0])} to {number(samples[1])}")
+    shown = seeds or samples
+    small = "" if shown is None else f"{number(shown[0], like)} to {number(shown[1], like)}"
+    told = [*parts, *(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
+    mark = "†" if estimate.notes else ""
+    return Cell(number(estimate.value, like) + mark, small, "\n".join(told), kind="ours")
+
+
+def score_table(name: str, paper: Paper, results: Results) -> Table:
+    """A table of scores: a block a scale of the paper, and a block a size of ours."""
+    table = paper.tables[name]
+    columns = [*table.columns, *(c for c in table.more if any(results.estimate(s, c.where) for s in results.systems()))]
+    suites = {column.where.partition(":")[0] for column in columns}
+    ours = [s for s in results.systems() if any(results.runs(s, suite) for suite in suites)]
+    rows_of_paper = list(dict.fromkeys(row.system for row in table.rows))
+    if name == "ablations":
+        ours = [s for s in ours if s.key in rows_of_paper]
+    sizes = list(dict.fromkeys(system.size for system in ours))
+    blocks = []
+    for scale in table.scales:
+        blocks.append(Block(f"The paper, {scale_label(scale)}", paper_rows(table, scale, columns)))
+        if scale in sizes:
+            blocks.append(our_block(table, scale, ours, columns, results, rows_of_paper))
+    for size in sizes:
+        if size not in table.scales:
+            blocks.append(our_block(table, size, ours, columns, results, rows_of_paper))
+    if not ours:
+        blocks.append(Block("Here", [Row(Cell("all systems"), [Cell("not run yet", kind="missing")], "ours")]))
+    notes = papers.footnotes(paper, name)
+    noted = [note for s in ours for c in columns if (e := results.estimate(s, c.where)) for note in e.notes]
+    notes += [f"† {note}" for note in dict.fromkeys(noted)]
+    if ours:
+        notes.append(
+            "Small print in a cell: the 95% interval over seeds where there are three runs or more, else over test "
+            "samples; hover for both."
+        )
+    return Table(f"{table.title} ({table.label})", ["", *(heading(c) for c in columns)], blocks, notes, name=name)
+
+
+def heading(column: Column) -> str:
+    return f"{column.heading} {'↓' if column.better == 'lower' else '↑' if column.better == 'higher' else ''}".strip()
+
+
+def paper_rows(table: papers.Table, scale: str, columns: list[Column]) -> list[Row]:
+    rows = [row for row in table.rows if row.scale == scale]
+    among = "all" if table.bold == "none" else table.bold
+    tops = [
+        best({row.system: row.cells[at].value for row in rows if eligible(row.system, among)}, column.better)
+        for at, column in enumerate(table.columns)
+    ]
+    made = []
+    for row in rows:
+        cells = [
+            Cell(cell.shown, bold=row.system in tops[at], kind="paper", hover=f"{table.label} of the paper")
+            for at, cell in enumerate(row.cells)
+        ]
+        cells += [Cell("–", kind="missing", hover="not in the paper")] * (len(columns) - len(cells))
+        made.append(Row(Cell(label_of(row.system)), cells, "paper"))
+    return made
+
+
+def our_block(
+    table: papers.Table, size: str, ours: list[System], columns: list[Column], results: Results, expected: list[str]
+) -> Block:
+    here = [system for system in ours if system.size == size]
+    among = "all" if table.bold == "none" else table.bold
+    estimates = {system: [results.estimate(system, column.where) for column in columns] for system in here}
+    tops = []
+    for at, column in enumerate(columns):
+        values = {s: e[at].value if e[at] else None for s, e in estimates.items() if eligible(s.name, among)}  # type: ignore[union-attr]
+        tops.append(best(values, column.better))
+    likes = [next((row.cells[at].text for row in table.rows), "") for at in range(len(table.columns))]
+    likes += [likes[-1]] * (len(columns) - len(likes))
+    rows = []
+    present = {system.key for system in here}
+    order = [*here, *(parse(key, size) for key in expected if key not in present)]
+    for system in sorted(order, key=lambda s: s.order):
+        if system not in estimates:
+            rows.append(Row(Cell(label_of(system.key)), [Cell("not run", kind="missing")], "ours"))
+            continue
+        cells = []
+        for at, estimate in enumerate(estimates[system]):
+            cell = our_cell(estimate, likes[at])
+            cell.bold = system in tops[at]
+            cells.append(cell)
+        sources = [s for e in estimates[system] if e is not None for s in e.sources]
+        number_of_runs = max((len(e.values) for e in estimates[system] if e is not None), default=0)
+        label = f"{system.label} {marks(sources)}"
+        rows.append(Row(Cell(label, f"{number_of_runs} runs" if number_of_runs > 1 else ""), cells, "ours"))
+    return Block(f"Here, {scale_label(size) or 'size unknown'}", rows)
+
+
+def parse(key: str, size: str) -> System:
+    name, _, variant = key.partition(", ")
+    return System(name, variant, size)
+
+
+def config_table(paper: Paper, found: Collection) -> Table:
+    """Layers, width and tokens: the paper's models, and the runs here."""
+    table = paper.tables["configs"]
+    blocks = [Block(f"The paper, {scale_label(scale)}", paper_rows(table, scale, list(table.columns)))
+              for scale in table.scales]  # fmt: skip
+    rows = []
+    for run in sorted(found.of("run"), key=lambda r: (r.system.order if r.system else (), r.seed or 0)):
+        config, model = run.content, run.content["model"]
+        assert run.system is not None
+        each = config["data"].get("batch", 0) * (config["data"].get("length", 0) or 0)
+        tokens = human(each * config["steps"]) if config["data"].get("source") == "tokens" else "recall samples"
+        seed = "" if run.seed is None else f", seed {run.seed}"
+        cells = [
+            Cell(str(model["num_hidden_layers"]), kind="ours", hover=run.told),
+            Cell(str(model["hidden_size"]), kind="ours", hover=run.told),
+            Cell(tokens, f"{run.last_step:,} of {config['steps']:,} steps, lr {config['optimizer']['lr']:g}",
+                 run.told, kind="ours"),
+        ]  # fmt: skip
+        rows.append(
+            Row(Cell(f"{run.system.label}, {scale_label(run.system.size)}{seed} {marks([run])}"), cells, "ours")
+        )
+    blocks.append(Block("Here", rows or [Row(Cell("all systems"), [Cell("not run yet", kind="missing")], "ours")]))
+    return Table(f"{table.title} ({table.label})", ["", *(c.heading for c in table.columns)], blocks, name="configs")
+
+
+def human(count: float) -> str:
+    """
+    >>> human(15e9), human(98_304_000)
+    ('15B', '98M')
+    """
+    for unit, text in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g}{text}"
+    return f"{count:g}"
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
+SHORT = {"gla": "gla", "gated-deltanet": "gdn"}
+
+
+def spread(timing: dict, scale: float = 1.0, digits: int = 2) -> tuple[str, str]:
+    """Median, and the range that the file gives."""
+    return (f"{scale * timing['median']:.{digits}f}",
+            f"{scale * timing['low']:.{digits}f} to {scale * timing['high']:.{digits}f}")  # fmt: skip
+
+
+def layer_table(paper: Paper, found: Collection) -> Table:
+    table = paper.tables["layer"]
+    head = ["", *(part for c in table.columns for part in (f"{c.heading}, paper", "here"))]
+    rows, notes = [], []
+    sources = found.of("bench", "layer")
+    for backbone in SHORT:
+        alone = "unit" if backbone == "gla" else "fla"
+        entries = [(backbone, "fla", label_of(backbone))]
+        if backbone == "gla":
+            entries.append(("", "unit", label_of("gla-unit")))
+        entries += [("", "composed", f"{label_of('ccq-' + backbone)}, composed from fla")]
+        entries += [(f"ccq-{backbone}", "ours", label_of(f"ccq-{backbone}"))]
+        for system, variant, text in entries:
+            cells = []
+            for column, (name, tokens) in zip(table.columns, PASSES, strict=True):
+                told = table.cell("1.3b", system, column.heading) if system else None
+                cells.append(Cell(told.shown, kind="paper", hover=f"{table.label}: one GPU, wall clock") if told
+                             else Cell("–", kind="missing", hover="not in the paper"))  # fmt: skip
+                mine = find(sources, backbone=SHORT[backbone], variant=variant, T=tokens, **{"pass": name})
+                control = find(sources, backbone=SHORT[backbone], variant=alone, T=tokens, **{"pass": name})
+                if mine is None:
+                    cells.append(MISSING)
+                    continue
+                value, small = spread(mine[0]["graph_ms"])
+                if control is not None and variant in ("ours", "composed"):
+                    ratio = mine[0]["graph_ms"]["median"] / control[0]["graph_ms"]["median"]
+                    value += f" ({ratio:.2f}×)"
+                cells.append(Cell(value, small, mine[1].told, kind="ours"))
+            rows.append(Row(Cell(text), cells, "ours" if variant == "ours" else ""))
+    if sources:
+        notes.append(
+            f"Here: CUDA-graph time of one GPU ({sources[-1].hardware}) and, in small, its range; in brackets over the "
+            f"backbone with unit q and k. {marks(sources)} The paper's is wall clock on one H200."
+        )
+    return Table(f"{table.title} ({table.label})", head, [Block("", rows)], notes, name="layer")
+
+
+def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
+    """The newest row that has these values."""
+    for source in sorted(sources, key=lambda s: s.date, reverse=True):
+        for row in source.content["rows"]:
+            if all(row.get(key) == value for key, value in wanted.items()):
+                return row, source
+    return None
+
+
+SPEED_ROWS = ("gla", "gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
+
+
+def inference_table(paper: Paper, found: Collection) -> Table:
+    table = paper.tables["inference"]
+    head = ["", "4K prefill, ms, paper", "here", "decode, tokens/s, paper", "here: `generate`", "here: graph step"]
+    prefills, decodes = found.of("bench", "prefill"), found.of("bench", "decode")
+    rows = []
+    for system in SPEED_ROWS:
+        first = find(prefills, system=system, size="1.3b", B=8, T=4096)
+        then = find(decodes, system=system, size="1.3b", B=8)
+        told = [table.cell("1.3b", system, c.heading) for c in table.columns]
+        shown = [Cell(c.shown, kind="paper", hover="one GPU, Appendix C") if c
+                 else Cell("–", kind="missing", hover="not in the paper") for c in told]  # fmt: skip
+        cells = [shown[0], MISSING, shown[1], MISSING, MISSING]
+        if first:
+            value, small = spread(first[0]["wall_ms"], digits=0)
+            cells[1] = Cell(value + over(prefills, system, lambda r: r["wall_ms"]["median"], first[0]), small,
+                            first[1].told, kind="ours")  # fmt: skip
+        if then:
+            rate = over(decodes, system, lambda r: r["generate_tok_s"], then[0])
+            step = over(decodes, system, lambda r: r["step_tok_s"], then[0])
+            cells[3] = Cell(f"{then[0]['generate_tok_s']:.0f}{rate}", "", then[1].told, kind="ours")
+            cells[4] = Cell(f"{then[0]['step_tok_s']:.0f}{step}", "", then[1].told, kind="ours")
+        rows.append(Row(Cell(label_of(system)), cells, "ours" if system.startswith("ccq") else ""))
+    notes = []
+    if prefills or decodes:
+        hardware = ", ".join(dict.fromkeys(s.hardware for s in [*prefills, *decodes]))
+        notes.append(
+            f"Here: one GPU ({hardware}), bf16, random weights; in brackets what CCQ changes. `generate` is what a "
+            f"user gets, the step is one CUDA graph. {marks([*prefills, *decodes])}"
+        )
+    return Table(f"{table.title}, one GPU ({table.label})", head, [Block("", rows)], notes, name="inference")
+
+
+def over(sources: list[Source], system: str, value, row: dict) -> str:
+    """What CCQ changes over its control, in brackets."""
+    control = CONTROLS.get(system.removeprefix("ccq-")) if system.startswith("ccq-") else None
+    base = find(sources, system=control, size=row["size"], B=row["B"]) if control else None
+    return f" ({change(value(row) / value(base[0]))})" if base else ""
+
+
+def training_table(paper: Paper, found: Collection) -> Table:
+    table = paper.tables["training"]
+    head = ["", "tokens/s a GPU, paper (8 GPUs)", "here (one GPU)", "peak GiB a GPU, paper (8 GPUs)", "here (one GPU)"]
+    sources = found.of("bench", "train")
+    rows = []
+    for system in (*SPEED_ROWS, "transformer"):
+        mine = find(sources, system=system.replace("-", "_"), size="1.3b", length=4096)
+        told = [table.cell("1.3b", system, c.heading) for c in table.columns]
+        shown = [Cell(f"{c.value:,.0f}" if at == 0 and c.value else c.shown, kind="paper", hover="8 GPUs, FSDP") if c
+                 else Cell("–", kind="missing", hover="not in the paper") for at, c in enumerate(told)]  # fmt: skip
+        cells = [shown[0], MISSING, shown[1], MISSING]
+        if mine:
+            row, source = mine
+            control = CONTROLS.get(system.removeprefix("ccq-")) if system.startswith("ccq-") else None
+            base = find(sources, system=control.replace("-", "_"), size="1.3b", length=4096) if control else None
+            for at, key, form in ((1, "tokens_per_second", ",.0f"), (3, "peak_gib", ".1f")):
+                text = f"{row[key]:{form}}" + (f" ({change(row[key] / base[0][key])})" if base else "")
+                cells[at] = Cell(text, "", source.told, kind="ours")
+        rows.append(Row(Cell(label_of(system)), cells, "ours" if system.startswith("ccq") else ""))
+    notes = [
+        "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
+    ]
+    if sources:
+        row = sources[-1].content["rows"][0]
+        notes.append(f"Here: {row['tokens']:,} tokens a step on one GPU ({sources[-1].hardware}). {marks(sources)}")
+    return Table(f"{table.title} ({table.label})", head, [Block("", rows)], notes, name="training")
+
+
+# -- what was run, and what it says ------------------------------------------------------------------------------------
+
+
+def claims_table(verdicts: list[Verdict]) -> Table:
+    rows = []
+    for verdict in verdicts:
+        ours = f"{verdict.ours} {marks(verdict.sources)}".strip()
+        hover = "\n".join(source.told for source in verdict.sources)
+        rows.append(
+            Row(
+                Cell(verdict.claim["says"]),
+                [
+                    Cell(verdict.paper, kind="paper"),
+                    Cell(ours, hover=hover, kind="missing" if verdict.ours == "not run" else "ours"),
+                    Cell(verdict.verdict, verdict.detail, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
+                ],
+            )
+        )
+    notes = [
+        "Claims about scores are judged on paired differences, seed by seed: **holds** where their 95% interval over "
+        "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it lies on the other, "
+        "or seeds disagree in sign; else **not enough runs**. Claims about cost hold where it is no more than the paper's."
+    ]
+    return Table("The paper's claims", ["claim", "the paper", "here", "verdict"], [Block("", rows)], notes, stack=True,
+                 name="claims")  # fmt: skip
+
+
+def source_table(found: Collection) -> Table:
+    """The footnotes: where each number comes from."""
+    rows = []
+    for source in found.sources:
+        what = {"run": "training"}.get(source.kind, source.kind) + (f": {source.detail}" if source.detail else "")
+        model = "" if source.system is None else source.system.label
+        if source.seed is not None:
+            model += f", seed {source.seed}"
+        versions = source.origin.get("versions") or {}
+        packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("ccq", "torch", "triton", "fla-core"))
+        command = source.origin.get("command")
+        rows.append(
+            Row(
+                Cell(f"{source.number}"),
+                [
+                    Cell(what, model),
+                    Cell(source.name, f"`{command}`" if command else ""),
+                    Cell(source.commit, packages),
+                    Cell(source.hardware),
+                    Cell(source.date),
+                ],
+            )
+        )
+    head = ["", "what", "file", "commit", "hardware", "date"]
+    return Table("Where the numbers come from", head, [Block("", rows)], stack=True, name="sources")
+
+
+def recall_table(results: Results) -> Table | None:
+    systems = results.systems("mqar")
+    if not systems:
+        return None
+    names = list(dict.fromkeys(n for s in systems for run in results.runs(s, "mqar") for n in run.content["scores"]))
+    names = sorted(names, key=lambda n: (n == "average", [int(p) for p in n.split("-") if p.isdigit()]))
+    columns = [Column(name, f"mqar:{name}", "higher") for name in names]
+    blocks = []
+    for size in dict.fromkeys(s.size for s in systems):
+        here = [s for s in systems if s.size == size]
+        estimates = {s: [results.estimate(s, c.where) for c in columns] for s in here}
+        tops = [best({s: e[at].value if e[at] else None for s, e in estimates.items()}, "higher")  # type: ignore[union-attr]
+                for at in range(len(columns))]  # fmt: skip
+        rows = []
+        for system in here:
+            cells = [our_cell(e) for e in estimates[system]]
+            for at, cell in enumerate(cells):
+                cell.bold = system in tops[at]
+            runs = results.runs(system, "mqar")
+            rows.append(Row(Cell(f"{system.label} {marks(runs)}", f"{len(runs)} runs" if len(runs) > 1 else ""), cells))
+        blocks.append(Block(f"Here, {scale_label(size) or 'size unknown'}", rows))
+    head = ["", *(n.replace("-", " tokens, ") + " pairs" if n != "average" else "average" for n in names)]
+    return Table("Recall (MQAR): keys answered, % (not in the paper)", head, blocks, name="recall")
+
+
+def intervention_table(found: Collection) -> Table | None:
+    rows = []
+    head: list[str] = []
+    for source in found.of("analysis", "intervene"):
+        base = source.content["rows"][0]["suites"]
+        names = [(suite, name) for suite, scores in base.items() for name in scores][:12]
+        head = head or [name for _, name in names]
+        for row in source.content["rows"]:
+            if "-layers-" in row["intervention"]:
+                continue
+            cells = []
+            for suite, name in names:
+                value = row["suites"].get(suite, {}).get(name)
+                cells.append(MISSING if value is None else Cell(number(value), hover=source.told, kind="ours"))
+            rows.append(
+                Row(Cell(f"{source.content['model']['name']}, lam {row['intervention']} {marks([source])}"), cells)
+            )
+    if not rows:
+        return None
+    return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], name="intervene")
