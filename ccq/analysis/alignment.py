@@ -306,7 +306,7 @@ def show(result: dict) -> None:
         table.add_column(heading, justify="left" if heading in ("keys", "tokens") else "right", no_wrap=True)
     for point, content in result["points"].items():
         for part in content["top"].values():
-            for group in ("unique", "needle", "novel", "planted", "rare", "novel minus planted"):
+            for group in ("unique", "needle", "novel", "planted", "near", "rare", "novel minus planted"):
                 row = part[group]
                 if row["mean"] is None:
                     continue

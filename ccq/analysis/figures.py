@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's: told apart by all eyes
 BLUE, RED, GREEN, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#7f7f7f"
@@ -20,8 +21,8 @@ SHOWN = "16"  # of the numbers of top directions
 LINES = {  # group: (label, colour, line)
     "unique": ("needle, unique tokens", BLUE, "-"),
     "needle": ("needle, all tokens", BLUE, "--"),
-    "novel": ("needle, only the new thing", GREEN, "-."),
-    "planted": ("control: such things planted, not asked for", RED, "-"),
+    "planted": ("control: such things, not asked for", RED, "-"),
+    "near": ("control: filler around the needle", GREEN, "-."),
     "rare": ("control: rare tokens of the filler", ORANGE, ":"),
 }
 
@@ -77,6 +78,7 @@ def depth(result: dict, path: Path) -> None:
                     axes.fill_between(layers, mean - band, mean + band, color=colour, alpha=0.15, lw=0)
             axes.set_title(f"keys {content['what']}\n{isotropic(part)}", fontsize=8.5)
             axes.set_xlabel("layer")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[0].set_ylabel("gap to all distractors")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -187,7 +189,7 @@ def spectrum(result: dict, path: Path) -> None:
         panels[0].set_ylabel("share of the trace")
         last = max(max(content["layers"]) for content in points.values())
         scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, last), colours)
-        figure.colorbar(scale, ax=list(panels), label="layer", shrink=0.8)
+        figure.colorbar(scale, ax=list(panels), label="layer", shrink=0.8, ticks=MaxNLocator(integer=True))
         figure.suptitle(title(result, "spectrum of Sigma, mean over heads and prompts"), fontsize=10)
 
 
@@ -206,6 +208,7 @@ def gate(result: dict, folder: Path, stem: str) -> list[Path]:
                 bias = [np.mean(row) for row in result["of_bias"]]
                 lines.plot(result["layers"], bias, "_", color="black", ms=9, label="sigmoid(bias) alone")
             lines.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
+            lines.xaxis.set_major_locator(MaxNLocator(integer=True))
             lines.legend(frameon=False, fontsize=8)
             top = max(np.max(row) for place in ("text", "retrieval") for row in result["lam"][place])
             for axes, place in ((text, "text"), (retrieval, "retrieval")):

@@ -2,8 +2,8 @@
 
 About 120 plain sentences (filler.txt), rotated from prompt to prompt; in the middle a sentence with something new in
 it, the needle; at the end a question that asks for it. The control: things of the same list stand in two plain
-sentences, a third before and a third after the middle, and nobody asks for them. Among the prompts of one kind each
-thing is once the needle and twice planted, so that what the two differ in cannot be the thing itself.
+sentences, shortly before and after the needle, and nobody asks for them. Among the prompts of one kind each thing is
+once the needle and twice planted, so that what the two differ in is neither the thing itself nor its position.
 
 T tokens of a prompt.
 """
@@ -71,6 +71,8 @@ CARRIERS = (  # plain sentences that hold a planted thing: none asks to keep it,
     "The ticket that he found in his coat had {} on it.",
 )
 PLANTED = 2  # in each prompt
+APART = 3  # sentences between needle and planted things
+NEAR = 100  # tokens from the needle, before and after, that count as around it
 MOST_VARIANTS = min(len(kind.things) for kind in KINDS.values())
 
 
@@ -115,7 +117,7 @@ def make_prompts(
 
 
 def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], number: int) -> Prompt:
-    """The needle in the middle of `sentences`, planted things at thirds."""
+    """The needle in the middle of `sentences`, planted things around it."""
     form = KINDS[kind]
     count = len(sentences)
     spans: dict[str, tuple[int, int]] = {}
@@ -131,9 +133,8 @@ def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], nu
             spans[name] = (at, at + len(thing))
             spans[name + " sentence"] = (begin, len(text))
 
-    holes = {count // 2: "novel"}
-    for i in range(PLANTED):
-        holes[(i + 1) * count // (PLANTED + 1) + (2 * i >= PLANTED)] = f"planted {i}"
+    middle, apart = count // 2, min(APART, count // 4)
+    holes = {middle: "novel", middle - apart: "planted 0", middle + apart: "planted 1"}
     for place, sentence in enumerate(sentences):
         if place in holes:
             name = holes[place]
@@ -158,6 +159,7 @@ GROUPS = {
     "needle": "all tokens of the needle sentence",
     "novel": "those of the unique ones that belong to the new thing itself",
     "planted": "the same of things that stand in plain sentences and are not asked for",
+    "near": "all tokens of the filler around the needle: what its position does",
     "rare": "tokens of the filler that the prompt has at most twice",
     "distractor": "all tokens of the filler",
 }
@@ -195,11 +197,14 @@ def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
     needle, question = inside(prompt.needle), inside(prompt.question)
     planted = np.any([inside(span) for span in prompt.planted] or [np.zeros_like(real)], axis=0)
     distractor = real & ~needle & ~planted & ~question
+    place, found = np.arange(len(tokens)), np.flatnonzero(needle)
+    near = (place >= found.min() - NEAR) & (place <= found.max() + NEAR) if len(found) else needle
     groups = {
         "unique": needle & rare,
         "needle": needle,
         "novel": inside(prompt.novel) & rare,
         "planted": planted & rare,
+        "near": distractor & near,
         "rare": distractor & rare,
         "distractor": distractor,
     }

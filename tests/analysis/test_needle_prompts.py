@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ccq.analysis.errors import AnalysisError
-from ccq.analysis.prompts import KINDS, PLANTED, RARE, filler, make_prompts, tokenize
+from ccq.analysis.prompts import KINDS, NEAR, PLANTED, RARE, filler, make_prompts, tokenize
 
 
 def cut(prompt, span):
@@ -42,11 +42,13 @@ def test_needle_and_control_are_the_same_things_in_other_roles():
             assert planted == dict.fromkeys(asked, PLANTED)
 
 
-def test_planted_things_stand_as_far_from_the_middle_on_either_side():
+def test_planted_things_stand_shortly_before_and_after_the_needle():
+    """So that their position cannot be what they differ in."""
     for prompt in make_prompts(4):
         before, after = (span[0] / len(prompt.text) for span in prompt.planted)
-        assert 0.3 < before < 0.37
-        assert 0.63 < after < 0.7
+        needle = prompt.needle[0] / len(prompt.text)
+        assert 0.01 < needle - before < 0.05
+        assert 0.01 < after - needle < 0.05
         assert all(cut(prompt, span) not in cut(prompt, prompt.needle) for span in prompt.planted)
 
 
@@ -77,6 +79,9 @@ def test_groups_of_tokens_are_what_their_names_say(tokenizer):
         letters = iter("".join(cut(prompt, span) for span in prompt.planted).replace(" ", ""))
         assert all(letter in letters for letter in text(groups["planted"]).replace(" ", ""))  # in that order
         assert not (groups["planted"] & ~rare).any()
+        at, around = np.flatnonzero(groups["needle"]), np.flatnonzero(groups["near"])
+        assert groups["distractor"][around].all()
+        assert at.min() - around.min() == around.max() - at.max() == NEAR
         everything = groups["needle"] | groups["distractor"] | groups["planted"] | tokens.question
         assert (~everything).sum() <= 1 + sum(span[1] - span[0] for span in prompt.planted)
         assert not (groups["distractor"] & (groups["needle"] | groups["planted"] | tokens.question)).any()
