@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from ccq.data.batches import Source
 from ccq.data.mqar import MQAR
+from ccq.data.shards import TokenShards
 from ccq.data.windows import TokenWindows
 from ccq.train import RunError
 from ccq.train.config import Config
 
 
-def train_source(config: Config) -> Source:
+def train_source(config: Config, checksums: bool = True) -> Source:
+    """What to train on; `checksums` reads every byte of it once."""
     data = config.data
     if data.source == "mqar":
         return mqar(config, data.slices, "train")
     if data.path is None:
         raise RunError("data.path: expected a folder made by `ccq data prepare`, got none (--data.path DIR)")
-    return fits(TokenWindows(data.path, data.length, data.batch, config.seed, data.reset), config, "data.path")
+    shards = TokenShards(data.path, checksums=checksums)
+    return fits(TokenWindows(shards, data.length, data.batch, config.seed, data.reset), config, "data.path")
 
 
-def valid_source(config: Config) -> TokenWindows | MQAR | None:
+def valid_source(config: Config, checksums: bool = True) -> TokenWindows | MQAR | None:
     """What to validate on, if anything."""
     data = config.data
     if data.source == "mqar":
         return mqar(config, data.valid_slices, "valid") if data.valid_slices else None
     if data.valid_path is None:
         return None
-    windows = TokenWindows(data.valid_path, data.length, data.batch, config.seed, data.reset)
+    shards = TokenShards(data.valid_path, checksums=checksums)
+    windows = TokenWindows(shards, data.length, data.batch, config.seed, data.reset)
     return fits(windows, config, "data.valid_path")
 
 

@@ -61,7 +61,7 @@ def fingerprint(path: str | None) -> str | None:
     """Of the tokens in a folder of shards, wherever it lies."""
     if path is None:
         return None
-    index = TokenShards(path).index
+    index = TokenShards(path, checksums=False).index
     what = [index["tokenizer"]["hash"], [shard["sha256"] for shard in index["shards"]]]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
@@ -82,7 +82,7 @@ def claim(folder: Path, config: Config) -> None:
         if different:
             raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
     if config.data.path is not None:
-        tokenizer = TokenShards(config.data.path).tokenizer_folder
+        tokenizer = TokenShards(config.data.path, checksums=False).tokenizer_folder
         if tokenizer.is_dir() and not (folder / TOKENIZER).exists():
             copy = folder / (TOKENIZER + ".partial")
             shutil.rmtree(copy, ignore_errors=True)

@@ -121,7 +121,8 @@ def train(config: Config, run: Path) -> int:
     with join(config.system.device, config.system.timeout) as world, contextlib.ExitStack() as stack:
         on_main(world, lambda: stack.enter_context(folder.locked(run)))
         accumulation(config, world.size)
-        on_main(world, lambda: (train_source(config), valid_source(config)))  # before the folder is this run's
+        # before the folder is this run's, and the one time that all data is read
+        on_main(world, lambda: (train_source(config), valid_source(config)))
         on_main(world, lambda: folder.claim(run, config))
         log = Log(run, config, world.main)
         if world.from_main(newest(run / folder.CHECKPOINTS) == config.steps):
@@ -173,7 +174,7 @@ class Run:
 
     def __init__(self, config: Config, run: Path, world: World, log: Log, checkpoints: Checkpoints) -> None:
         self.config, self.run, self.world, self.log, self.checkpoints = config, run, world, log, checkpoints
-        self.source, self.valid = train_source(config), valid_source(config)
+        self.source, self.valid = train_source(config, checksums=False), valid_source(config, checksums=False)
         self.accumulate = accumulation(config, world.size)
         self.trainer = Trainer(config, world)
         self.curve = pure_decay(config) if self.trainer.gates.cleaners else None
