@@ -180,8 +180,8 @@ def decide(differences: list[float], better: str) -> tuple[str, str]:
     if bounds[1] < 0:
         return FAILS, "the other way round: the interval over seeds leaves out zero"
     if all(x > 0 for x in good):
-        return FEW, "every seed agrees, but so few cannot be told from nothing"
-    return FAILS, "not told from nothing, and seeds disagree in sign"
+        return FEW, "every seed agrees in sign, but the interval over seeds holds zero"
+    return FAILS, "not told from zero, and seeds do not agree in sign"
 
 
 def distinct(sources: list[Source]) -> list[Source]:

@@ -84,7 +84,7 @@ class Figure:
     title: str
     caption: str
     panels: list[Panel]
-    legend: Callable[[Any], None] | None = None
+    legend: list[tuple[str, str, str, str]] = field(default_factory=list)  # label, colour, line, marker of each
     columns: int = 3
     size: tuple[float, float] = (3.4, 2.6)  # of a panel, inches
     alt: str = ""

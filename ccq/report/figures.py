@@ -57,7 +57,25 @@ def line_of(system: System) -> dict[str, Any]:
     return {"color": colour, "ls": line, "marker": marker, "ms": 4, "lw": 1.6}
 
 
+def legend_of(systems: Sequence[System]) -> list[tuple[str, str, str, str]]:
+    sizes = {system.size for system in systems}
+    entries = []
+    for system in systems:
+        style = line_of(system)
+        label = system.label if len(sizes) == 1 else f"{system.label} ({system.size})"
+        entries.append((label, style["color"], style["ls"], style["marker"]))
+    return list(dict.fromkeys(entries))
+
+
 # -- how a figure is written ------------------------------------------------------------------------------------------
+
+
+COLOURS = {INK: "ink", BLUE: "blue", SKY: "sky", GREEN: "green", ORANGE: "orange", RED: "red", PURPLE: "purple",
+           GREY: "grey"}  # names of style.css  # fmt: skip
+
+
+def page_colour(colour: str) -> str:
+    return f"var(--{COLOURS[colour]})"
 
 
 def svg(draw: Callable[[Any], None], size: tuple[float, float], title: str = "") -> str:
@@ -85,8 +103,7 @@ def inline(text: str, prefix: str, alt: str) -> str:
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'href="#', f'href="#{prefix}-', text)
     text = re.sub(r"url\(#", f"url(#{prefix}-", text)
-    for name, colour in (("ink", INK), ("blue", BLUE), ("sky", SKY), ("green", GREEN), ("orange", ORANGE), ("red", RED),
-                         ("purple", PURPLE), ("grey", GREY)):  # fmt: skip
+    for colour, name in COLOURS.items():
         text = re.sub(colour, f"var(--{name})", text, flags=re.IGNORECASE)
     # what matplotlib leaves black by saying nothing
     text = text.replace('<text style="', '<text style="fill: var(--ink); ').replace("<text ", '<text class="t" ')
@@ -112,8 +129,15 @@ def save(figure: Figure, folder: Path) -> list[Path]:
             axes.set_title(panel.title)
         for axes in list(grid)[len(figure.panels) :]:
             axes.set_visible(False)
+        if figure.legend:
+            from matplotlib.lines import Line2D
+
+            lines = [Line2D([], [], color=c, ls=line, marker=marker, ms=4) for _, c, line, marker in figure.legend]
+            labels = [entry[0] for entry in figure.legend]
+            canvas.legend(lines, labels, loc="outside lower center", ncols=max(1, round(columns * width / 1.7)))
         paths = [folder / f"{figure.name}.svg", folder / f"{figure.name}.png"]
         canvas.savefig(paths[0], metadata={"Date": None})
+        canvas.set_layout_engine("none")  # it has its places now
         canvas.savefig(paths[1], dpi=160, metadata={"Software": None})
     return paths
 
@@ -198,13 +222,11 @@ def curves(results: Results, suite: str, pattern: str, systems: Sequence[System]
     return found
 
 
-def draw_curves(lines: list[tuple[System, list, list]], ylabel: str, legend: bool) -> Callable[[Any], None]:
+def draw_curves(lines: list[tuple[System, list, list]], ylabel: str) -> Callable[[Any], None]:
     def draw(axes: Any) -> None:
-        sizes = {system.size for system, _, _ in lines}
         for system, lengths, estimates in lines:
-            label = system.label if len(sizes) == 1 else f"{system.label} ({system.size})"
             style = line_of(system)
-            axes.plot(lengths, [e.value for e in estimates], label=label, **style)
+            axes.plot(lengths, [e.value for e in estimates], **style)
             bands = [e.over_seeds or e.over_samples for e in estimates]
             if all(bands):
                 low, high = zip(*bands, strict=True)
@@ -213,8 +235,6 @@ def draw_curves(lines: list[tuple[System, list, list]], ylabel: str, legend: boo
         axes.set_xticks(ticks[:: max(1, len(ticks) // 5)])
         axes.set_xticklabels([f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks[:: max(1, len(ticks) // 5)]])
         axes.set(xlabel="tokens", ylabel=ylabel)
-        if legend:
-            axes.legend(fontsize=7)
 
     return draw
 
@@ -236,7 +256,7 @@ def extrapolation(results: Results) -> Figure | None:
     for corpus, title in CORPORA.items():
         lines = curves(results, "length", f"{corpus}/{{}}", results.systems("length"))
         if lines:
-            panels.append(Panel(title, draw_curves(lines, "perplexity", legend=not panels)))
+            panels.append(Panel(title, draw_curves(lines, "perplexity")))
     if not panels:
         return None
     return Figure(
@@ -244,6 +264,7 @@ def extrapolation(results: Results) -> Figure | None:
         "Perplexity past the training length",
         f"Lower is better. The paper's Figures 3 and 4 show the same sweep; their values are not printed. {BAND}",
         panels,
+        legend_of(results.systems("length")),
         alt="perplexity by length",
     )
 
@@ -253,10 +274,11 @@ def needles(results: Results) -> Figure | None:
     for number, what in ((1, "pass-key"), (2, "number"), (3, "uuid")):
         lines = curves(results, "niah", f"niah_single_{number}/{{}}", results.systems("niah"))
         if lines:
-            panels.append(Panel(f"S-NIAH-{number}: {what}", draw_curves(lines, "found, %", legend=not panels)))
+            panels.append(Panel(f"S-NIAH-{number}: {what}", draw_curves(lines, "found, %")))
     if not panels:
         return None
-    return Figure("needles", "Needles found, by length", f"Higher is better. {BAND}", panels, alt="needles by length")
+    systems = legend_of(results.systems("niah"))
+    return Figure("needles", "Needles found, by length", f"Higher is better. {BAND}", panels, systems, alt="found")
 
 
 def recall(results: Results) -> Figure | None:
@@ -271,13 +293,12 @@ def recall(results: Results) -> Figure | None:
         for system in systems:
             points = [results.estimate(system, f"mqar:{name}") for name in slices]
             known = [(at, e) for at, e in enumerate(points) if e is not None]
-            label = f"{system.label} ({system.size})" if len({s.size for s in systems}) > 1 else system.label
-            axes.plot([at for at, _ in known], [e.value for _, e in known], label=label, **line_of(system))
+            axes.plot([at for at, _ in known], [e.value for _, e in known], **line_of(system))
         axes.set_xticks(range(len(slices)), [name.replace("-", "\n") for name in slices], fontsize=7)
         axes.set(xlabel="tokens, pairs", ylabel="keys answered, %", ylim=(0, 103))
-        axes.legend(fontsize=7)
 
     return Figure("recall", "Recall (MQAR), by slice", "Higher is better. Not in the paper.", [Panel("", draw)],
+                  legend_of(systems),
                   size=(5.2, 3.2), alt="recall by slice")  # fmt: skip
 
 
@@ -306,25 +327,22 @@ def training(found: Collection) -> Figure | None:
         return None
     return Figure(
         "training", "Training", "The gate: mean lam over layers. Dotted: where weight decay of its bias alone, without "
-        "any gradient, would carry it; a gate that follows it has not learned to open.", panels, columns=2,
+        "any gradient, would carry it; a gate that follows it has not learned to open.", panels,
+        legend_of(list(dict.fromkeys(run.system for run in runs if run.system))), columns=2,
         size=(4.0, 2.9), alt="curves of training",
     )  # fmt: skip
 
 
 def draw_course(runs: list[Source], name: str, ylabel: str) -> Callable[[Any], None]:
     def draw(axes: Any) -> None:
-        labelled = set()
         for run in runs:
             assert run.system is not None
             points = [(r["step"], r[name]) for r in run.records if r.get(name) is not None]
             style = line_of(run.system) | {"ms": 3, "lw": 1.3}
-            label = None if run.system in labelled else run.system.label
-            labelled.add(run.system)
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+            axes.plot(*zip(*points, strict=True), **style)
         axes.set(xlabel="step", ylabel=ylabel)
         if ylabel.endswith("perplexity"):
             axes.set_yscale("log")
-        axes.legend(fontsize=7)
 
     return draw
 
@@ -337,12 +355,11 @@ def draw_gate(runs: list[Source]) -> Callable[[Any], None]:
             lam = [r["lam"] if isinstance(r["lam"], list) else [r["lam"]] for r in run.records if r.get("lam")]
             means = [sum(x or 0 for x in row) / len(row) for row in lam]
             style = line_of(run.system) | {"marker": "", "lw": 1.5}
-            axes.plot(steps, means, label=run.system.label, **style)
+            axes.plot(steps, means, **style)
             alone = [(r["step"], r["lam_of_decay_alone"]) for r in run.records if r.get("lam_of_decay_alone")]
             if alone:
                 axes.plot(*zip(*alone, strict=True), color=style["color"], ls=":", lw=1.2)
         axes.set(xlabel="step", ylabel="mean lam", ylim=(0, None))
-        axes.legend(fontsize=7)
 
     return draw
 
@@ -361,17 +378,18 @@ def throughput(found: Collection) -> Figure | None:
         for name in dict.fromkeys(row["system"] for row in rows):
             system = System(name.replace("_", "-"))
             points = sorted((row["length"], row["tokens_per_second"] / 1e3) for row in rows if row["system"] == name)
-            axes.plot(*zip(*points, strict=True), label=system.label, **line_of(system))
+            axes.plot(*zip(*points, strict=True), **line_of(system))
         axes.set_xscale("log", base=2)
         ticks = sorted({row["length"] for row in rows})
         axes.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
         axes.minorticks_off()
         axes.set(xlabel="tokens of a sequence", ylabel="thousand tokens/s", ylim=(0, None))
-        axes.legend(fontsize=7)
 
     return Figure("throughput", "Training throughput, one GPU",
                   f"{rows[0]['tokens']:,} tokens a step, {sources[-1].hardware}. The paper's Figure 5 has no printed "
-                  "values.", [Panel("", draw)], size=(5.2, 3.2), alt="training throughput")  # fmt: skip
+                  "values.", [Panel("", draw)],
+                  legend_of([System(name.replace("_", "-")) for name in dict.fromkeys(row["system"] for row in rows)]),
+                  size=(5.2, 3.2), alt="training throughput")  # fmt: skip
 
 
 def overhead(bars: list[tuple[str, float | None, float | None]]) -> Figure | None:
@@ -394,7 +412,7 @@ def overhead(bars: list[tuple[str, float | None, float | None]]) -> Figure | Non
         axes.set(xlabel="added by CCQ, %")
         axes.margins(x=0.18)
         axes.grid(axis="y", visible=False)
-        axes.legend(loc="lower right")
+        axes.legend(loc="center right")
 
     return Figure(
         "overhead", "What CCQ costs", "Time that a token or step takes more with CCQ than without. The paper's is over "
@@ -406,6 +424,17 @@ def overhead(bars: list[tuple[str, float | None, float | None]]) -> Figure | Non
 # -- where keys lie ----------------------------------------------------------------------------------------------------
 
 POINT, TOP = "projection", "16"  # the paper's way
+GROUPS = {  # of tokens: what the page calls them, colour, line
+    "distractor": ("distractors", GREY, "-"),
+    "unique": ("needle, unique tokens", BLUE, "-"),
+    "needle": ("needle, all tokens", SKY, "--"),
+    "planted": ("control: planted, not asked for", RED, "-."),
+}
+PLACES = {"text": (GREY, "-"), "filler": (SKY, "--"), "retrieval": (RED, "-")}
+
+
+def legend_of_groups(*groups: str) -> list[tuple[str, str, str, str]]:
+    return [(*GROUPS[group], "") for group in groups]
 
 
 def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
@@ -425,9 +454,10 @@ def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
                f"assumes. The paper's means: {facts['gap_qwen3']['value']} (Qwen3-4B) and "
                f"{facts['gap_gated_deltanet']['value']} (Gated DeltaNet 500M). The control, equally rare tokens that "
                "no question asks for, shows how much of it is rarity. Band: deviation between prompts.", depth,
-               columns=2, size=(4.0, 2.9), alt="gap by layer"),
+               legend_of_groups("unique", "needle", "planted"), columns=2, size=(4.0, 2.9), alt="gap by layer"),
         Figure("alignment_tokens", "Alignment of tokens, all layers pooled",
-               "Share of a key's centred energy in the top 16 directions.", pooled, columns=2, size=(4.0, 2.7),
+               "Share of a key's centred energy in the top 16 directions.", pooled,
+               legend_of_groups("distractor", "unique", "planted"), columns=2, size=(4.0, 2.7),
                alt="histograms of alignment"),
         Figure("alignment_heads", "Gap by layer and head", "Blue: negative, as assumed; red: positive.", heads,
                columns=2, size=(4.0, 3.6), alt="gap by layer and head"),
@@ -441,19 +471,16 @@ def known(values: list) -> np.ndarray:
 def draw_depth(point: dict) -> Callable[[Any], None]:
     def draw(axes: Any) -> None:
         axes.axhline(0, color=INK, lw=0.8)
-        for group, label, colour, line in (
-            ("unique", "needle, unique tokens", BLUE, "-"), ("needle", "needle, all tokens", SKY, "--"),
-            ("planted", "control: planted, not asked for", RED, "-."),
-        ):  # fmt: skip
+        for group in ("unique", "needle", "planted"):
+            _, colour, line = GROUPS[group]
             if group not in point["top"][TOP]:
                 continue
             gap = point["top"][TOP][group]
             mean, spread = known(gap["by_layer"]), known(gap["deviation_by_layer"])
-            axes.plot(point["layers"], mean, color=colour, ls=line, marker="o", ms=2.5, lw=1.5, label=label)
+            axes.plot(point["layers"], mean, color=colour, ls=line, marker="o", ms=2.5, lw=1.5)
             if group == "unique":
                 axes.fill_between(point["layers"], mean - spread, mean + spread, color=colour, alpha=0.15, lw=0)
         axes.set(xlabel="layer", ylabel="gap")
-        axes.legend(fontsize=7)
 
     return draw
 
@@ -461,14 +488,13 @@ def draw_depth(point: dict) -> Callable[[Any], None]:
 def draw_histogram(point: dict) -> Callable[[Any], None]:
     def draw(axes: Any) -> None:
         counts = point["top"][TOP]["histogram"]
-        for group, label, colour in (("distractor", "distractors", GREY), ("unique", "needle, unique", BLUE),
-                                     ("planted", "control: planted", RED)):  # fmt: skip
+        for group in ("distractor", "unique", "planted"):
+            _, colour, line = GROUPS[group]
             if group in counts:
                 values = known(counts[group])
                 axes.stairs(values / max(values.sum(), 1) * len(values), np.linspace(0, 1, len(values) + 1),
-                            color=colour, lw=1.5, label=label, fill=False)  # fmt: skip
+                            color=colour, ls=line, lw=1.5, fill=False)  # fmt: skip
         axes.set(xlabel="share in the top 16", ylabel="density", xlim=(0, 1))
-        axes.legend(fontsize=7)
 
     return draw
 
@@ -497,15 +523,16 @@ def gates(found: Collection) -> Figure | None:
 
     def panel(source: Source) -> Panel:
         def draw(axes: Any) -> None:
-            for place, colour, line in (("text", GREY, "-"), ("filler", SKY, "--"), ("retrieval", RED, "-")):
+            for place, (colour, line) in PLACES.items():
                 means = [sum(row) / len(row) for row in source.content["lam"][place]]
-                axes.plot(source.content["layers"], means, color=colour, ls=line, marker="o", ms=3, label=place)
+                axes.plot(source.content["layers"], means, color=colour, ls=line, marker="o", ms=3)
             axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
-            axes.legend(fontsize=7)
 
         return Panel(source.content["model"]["name"], draw)
 
     return Figure("gates", "How much is cleaned, by layer",
                   "Mean gate over heads on ordinary text, on the filler of needle prompts, and where a needle is "
                   "retrieved. The paper: 0.29 on text, 0.40 at retrieval (mean over layers).",
-                  [panel(source) for source in sources], columns=2, size=(4.0, 2.8), alt="gate by layer")  # fmt: skip
+                  [panel(source) for source in sources],
+                  [(place, *style, "o") for place, style in PLACES.items()], columns=2, size=(4.0, 2.8),
+                  alt="gate by layer")  # fmt: skip

@@ -19,7 +19,7 @@ def inline(text: str) -> str:
     text = escape(text, quote=True)
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
     text = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
-    text = re.sub(r"\[(\d+)\]\((#[^)]+)\)", r'<sup><a href="\2">\1</a></sup>', text)
+    text = re.sub(r"\[([\d–]+)\]\((#[^)]+)\)", r'<sup><a href="\2">\1</a></sup>', text)
     return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', text)
 
 
@@ -55,7 +55,7 @@ def table(part: d.Table) -> str:
             kind = f' class="{row.kind}"' if row.kind else ""
             rows.append(f"<tr{kind}{anchor}>{cell(row.label, 'th')}{cells}</tr>")
         bodies.append(f'<tbody class="block">{"".join(rows)}</tbody>')
-    kind = ' class="stack words"' if part.stack else ""
+    kind = ' class="stack words"' if part.stack else ' class="wide"' if width > 12 else ""
     notes = "".join(f"<li>{inline(note)}</li>" for note in part.notes)
     return (
         f'<div class="scroll" tabindex="0"><table{kind} id="table-{part.name}">'
@@ -72,11 +72,38 @@ def figure(part: d.Figure) -> str:
     )  # fmt: skip
     files = f'<a href="figures/{part.name}.svg">SVG</a>, <a href="figures/{part.name}.png">PNG</a>'
     one = " one" if len(part.panels) == 1 else ""
+    columns = min(part.columns, len(part.panels))
     return (
         f'<figure id="figure-{part.name}"><div class="title">{inline(part.title)}</div>'
-        f'<div class="panels{one}">{panels}</div>'
+        f'{legend(part)}<div class="panels{one}" style="--columns: {columns}">{panels}</div>'
         f"<figcaption>{inline(part.caption)} {files}</figcaption></figure>"
     )
+
+
+SHAPES = {  # markers in a box of 10 around 0
+    "o": '<circle r="3.4"/>',
+    "s": '<rect x="-3" y="-3" width="6" height="6"/>',
+    "D": '<rect x="-3" y="-3" width="6" height="6" transform="rotate(45)"/>',
+    "^": '<path d="M0 -4 L4 3 L-4 3 Z"/>',
+    "v": '<path d="M0 4 L4 -3 L-4 -3 Z"/>',
+    "x": '<path d="M-3 -3 L3 3 M-3 3 L3 -3"/>',
+}
+DASHES = {"--": "6 3", ":": "2 3", "-.": "7 3 2 3"}
+
+
+def legend(part: d.Figure) -> str:
+    """What the lines are, above the panels, where it hides none of them."""
+    entries = []
+    for text, colour, line, marker in part.legend:
+        colour = figures.page_colour(colour)
+        dash = f' stroke-dasharray="{DASHES[line]}"' if line in DASHES else ""
+        shape = SHAPES.get(marker, SHAPES["o"]) if marker else ""
+        entries.append(
+            f'<span><svg viewBox="0 0 34 12" width="34" height="12" aria-hidden="true" style="color: {colour}" '
+            f'stroke="currentColor" fill="currentColor"><line x1="1" y1="6" x2="33" y2="6" stroke-width="2"{dash}/>'
+            f'<g transform="translate(17 6)">{shape}</g></svg> {inline(text)}</span>'
+        )
+    return f'<div class="legend">{"".join(entries)}</div>' if entries else ""
 
 
 def render(part: Any) -> str:

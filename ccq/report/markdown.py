@@ -10,7 +10,7 @@ from ccq.report import document as d
 
 def words(text: str) -> str:
     """For a cell: one line, no bars."""
-    return re.sub(r"\[(\d+)\]\((#[^)]+)\)", r"<sup>[\1](\2)</sup>", text.replace("|", "\\|").replace("\n", " "))
+    return re.sub(r"\[([\d–]+)\]\((#[^)]+)\)", r"<sup>[\1](\2)</sup>", text.replace("|", "\\|").replace("\n", " "))
 
 
 def cell(part: d.Cell) -> str:

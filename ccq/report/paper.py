@@ -122,6 +122,12 @@ def best(values: dict[Any, float | None], better: str) -> set:
     return {key for key, value in known.items() if value == top}
 
 
+def leaders(values: dict[Any, float | None], better: str) -> set:
+    """What is set in bold: the best, unless all are the same."""
+    top = best(values, better)
+    return set() if len(top) > 1 and len(top) == sum(value is not None for value in values.values()) else top
+
+
 def footnotes(paper: Paper, name: str) -> list[str]:
     """Where the table's bold, its means, or what the text says of it do not agree with its cells."""
     table = paper.tables[name]
@@ -205,6 +211,8 @@ def wrong(table: Table, statement: dict) -> list[str]:
             failed.append(f"{heading}: {row_value} against {other} ({difference:+.2f})")
     if not failed:
         return []
+    if kind == "grain":
+        return [f"{'; '.join(failed)}, while {statement['says']}."]
     return [f"The text: {statement['says']}. The table: {'; '.join(failed)}."]
 
 

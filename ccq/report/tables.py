@@ -9,7 +9,7 @@ from ccq.report.claims import CONTROLS, Verdict, change
 from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
-from ccq.report.paper import Column, Paper, best, eligible, scale_label
+from ccq.report.paper import Column, Paper, eligible, leaders, scale_label
 from ccq.report.systems import System, label_of
 
 MISSING = Cell("missing", kind="missing", hover="not among the results")
@@ -25,8 +25,19 @@ def number(value: float, like: str = "") -> str:
 
 
 def marks(sources: Sequence[Source]) -> str:
-    """Footnotes of a row."""
-    return " ".join(f"[{number}](#source-{number})" for number in sorted({source.number for source in sources}))
+    """Footnotes of a row; of three numbers or more in a row the first and the last."""
+    numbers = sorted({source.number for source in sources})
+    parts, at = [], 0
+    while at < len(numbers):
+        end = at
+        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
+            end += 1
+        if end - at >= 2:
+            parts.append(f"[{numbers[at]}–{numbers[end]}](#source-{numbers[at]})")
+        else:
+            parts += [f"[{number}](#source-{number})" for number in numbers[at : end + 1]]
+        at = end + 1
+    return " ".join(parts)
 
 
 def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
@@ -42,7 +53,7 @@ def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
         what = "95% over samples" if len(estimate.values) == 1 else "95% over samples, mean of the runs' bounds"
         parts.append(f"{what}: {number(samples[0])} to {number(samples[1])}")
     shown = seeds or samples
-    small = "" if shown is None else f"{number(shown[0], like)} to {number(shown[1], like)}"
+    small = "" if shown is None else f"{number(shown[0], like)}–{number(shown[1], like)}"
     told = [*parts, *(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
     mark = "†" if estimate.notes else ""
     return Cell(number(estimate.value, like) + mark, small, "\n".join(told), kind="ours")
@@ -87,7 +98,7 @@ def paper_rows(table: papers.Table, scale: str, columns: list[Column]) -> list[R
     rows = [row for row in table.rows if row.scale == scale]
     among = "all" if table.bold == "none" else table.bold
     tops = [
-        best({row.system: row.cells[at].value for row in rows if eligible(row.system, among)}, column.better)
+        leaders({row.system: row.cells[at].value for row in rows if eligible(row.system, among)}, column.better)
         for at, column in enumerate(table.columns)
     ]
     made = []
@@ -110,7 +121,7 @@ def our_block(
     tops = []
     for at, column in enumerate(columns):
         values = {s: e[at].value if e[at] else None for s, e in estimates.items() if eligible(s.name, among)}  # type: ignore[union-attr]
-        tops.append(best(values, column.better))
+        tops.append(leaders(values, column.better))
     likes = [next((row.cells[at].text for row in table.rows), "") for at in range(len(table.columns))]
     likes += [likes[-1]] * (len(columns) - len(likes))
     rows = []
@@ -182,7 +193,7 @@ SHORT = {"gla": "gla", "gated-deltanet": "gdn"}
 def spread(timing: dict, scale: float = 1.0, digits: int = 2) -> tuple[str, str]:
     """Median, and the range that the file gives."""
     return (f"{scale * timing['median']:.{digits}f}",
-            f"{scale * timing['low']:.{digits}f} to {scale * timing['high']:.{digits}f}")  # fmt: skip
+            f"{scale * timing['low']:.{digits}f}–{scale * timing['high']:.{digits}f}")  # fmt: skip
 
 
 def layer_table(paper: Paper, found: Collection) -> Table:
@@ -322,7 +333,8 @@ def claims_table(verdicts: list[Verdict]) -> Table:
     notes = [
         "Claims about scores are judged on paired differences, seed by seed: **holds** where their 95% interval over "
         "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it lies on the other, "
-        "or seeds disagree in sign; else **not enough runs**. Claims about cost hold where it is no more than the paper's."
+        "or seeds disagree in sign; else **not enough runs**. Claims about cost hold where it is no "
+        "more than the paper's."
     ]
     return Table("The paper's claims", ["claim", "the paper", "here", "verdict"], [Block("", rows)], notes, stack=True,
                  name="claims")  # fmt: skip
@@ -366,7 +378,7 @@ def recall_table(results: Results) -> Table | None:
     for size in dict.fromkeys(s.size for s in systems):
         here = [s for s in systems if s.size == size]
         estimates = {s: [results.estimate(s, c.where) for c in columns] for s in here}
-        tops = [best({s: e[at].value if e[at] else None for s, e in estimates.items()}, "higher")  # type: ignore[union-attr]
+        tops = [leaders({s: e[at].value if e[at] else None for s, e in estimates.items()}, "higher")  # type: ignore[union-attr]
                 for at in range(len(columns))]  # fmt: skip
         rows = []
         for system in here:

@@ -1,0 +1,172 @@
+"""Results in the formats that `ccq train`, `ccq eval`, `ccq analyze` and `ccq bench` write, with numbers made here."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from ccq.evaluate import harness, longbench
+from ccq.evaluate.results import write_json, write_rows
+from ccq.evaluate.statistics import average, summary
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
+SYSTEMS = ("transformer", "gla", "gla-unit", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
+
+
+def origin(commit="1" * 40, ccq="0.1.0", dirty=False):
+    versions = {"ccq": ccq, "python": "3.11.7", "torch": "2.11.0"}
+    return {"command": "ccq eval model --suite niah", "commit": commit, "dirty": dirty, "gpu": "NVIDIA H200",
+            "date": "2026-11-14T10:00:00+00:00", "versions": versions}  # fmt: skip
+
+
+def evaluation(
+    folder: Path, suite: str, groups: dict[str, tuple[float, str]], name: str, n: int = 20, **changes
+) -> dict:
+    """OUT/SUITE.json and .jsonl whose scores are near those asked for; `groups`: {group: (value, aggregate)}."""
+    rng = random.Random(f"{folder.name} {suite}")
+    rows, scores = [], {}
+    for group, (value, aggregate) in groups.items():
+        if aggregate == "mean":
+            right = round(value / 100 * n)
+            mine = [{"id": f"{group}/{i}", "group": group, "score": int(i < right)} for i in range(n)]
+        else:
+            mine = [
+                {
+                    "id": f"{group}/{i}",
+                    "group": group,
+                    "score": 100 * np.log(value) * rng.uniform(0.9, 1.1),
+                    "weight": 100,
+                }
+                for i in range(n)
+            ]
+        rows += mine
+        scores[group] = summary(mine, aggregate)
+    for group, score in scores.items():
+        if suite == "length" and "/same/" not in group:
+            score |= {"windows": score["n"], "few": score["n"] < 20}
+    whole = {"lm": harness.AVERAGE, "mqar": tuple(groups)}.get(suite, ())
+    if whole and set(whole) <= groups.keys():
+        scores["average"] = average({g: [r for r in rows if r["group"] == g] for g in whole})
+    if suite == "longbench":
+        scores["average/8192"] = average({g: [r for r in rows if r["group"] == g] for g in groups})
+    content = {
+        "suite": suite, "finished": True, "limit": None, "quick_look": False, "scores": scores,
+        "samples": {"hash": f"hash of {suite}", "count": len(rows), "requests": len(rows)}, "settings": {}, "notes": [],
+        "model": {"name": name, "hash": "0" * 64, "dtype": "bfloat16"}, "tokenizer": {"hash": None}, "seconds": 1.0,
+        **origin(),
+    }  # fmt: skip
+    content |= changes
+    write_rows(folder / f"{suite}.jsonl", rows)
+    write_json(folder / f"{suite}.json", content)
+    return content
+
+
+def suites(quality: float) -> dict[str, dict[str, tuple[float, str]]]:
+    """Scores of every suite; `quality` from 0 to 1."""
+    found: dict = {"lm": {}, "niah": {}, "length": {}, "longbench": {}, "mqar": {}}
+    for name in (*harness.AVERAGE, "lambada_openai"):
+        found["lm"][name] = (30 + 20 * quality, "mean")
+    found["lm"]["lambada_openai/perplexity"] = (40 - 10 * quality, "perplexity")
+    for length in (4096, 8192):
+        found["lm"][f"wikitext/{length}/word_perplexity"] = (40 - 8 * quality - length / 4096, "perplexity")
+    for task in (1, 2, 3):
+        for length in (1024, 2048, 4096, 8192):
+            found["niah"][f"niah_single_{task}/{length}"] = (max(0, 100 * quality - 4 * task * length / 1024), "mean")
+    for corpus in ("govreport", "code"):
+        for length in (4096, 12288, 20480):
+            value = 30 - 8 * quality + (1.2 - quality) * length / 4096
+            found["length"][f"{corpus}/{length}"] = (value, "perplexity")
+    for task in longbench.PROMPTS:
+        found["longbench"][f"{task}/8192"] = (5 + 10 * quality, "mean")
+    for length, pairs in ((64, 4), (128, 32), (256, 64)):
+        found["mqar"][f"{length}-{pairs}"] = (max(0, 100 * quality - pairs / 4), "mean")
+    return found
+
+
+def quality_of(system: str, seed: int) -> float:
+    base = {"transformer": 0.5, "gla": 0.4, "gla-unit": 0.55, "gated-deltanet": 0.7,
+            "ccq-gla": 0.75, "ccq-gated-deltanet": 0.7}[system]  # fmt: skip
+    return base + 0.02 * (seed if system.startswith("ccq") else -seed)
+
+
+def training_run(folder: Path, recipe_name: str, seed: int, logged: int, steps: int = 600) -> None:
+    """The folder of a run that got as far as `logged`."""
+    from ccq.recipes import recipe
+    from ccq.train.config import to_json
+
+    config = recipe(recipe_name)
+    config.seed, config.steps = seed, steps
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(config))
+    (folder / "data.json").write_text(json.dumps({"path": None, "valid_path": None}))
+    with (folder / "log.jsonl").open("w") as file:
+        for step in range(10, logged + 1, 10):
+            record = {"step": step, "loss": 5 * 0.99**step + 0.1 * seed, "lr": 1e-3, "tokens_per_second": 1e4}
+            if config.model.clean:
+                record |= {"lam": [0.01 + step / 6000, 0.02 + step / 3000], "lam_of_decay_alone": 0.01 + step / 12000}
+            file.write(json.dumps(record) + "\n")
+            if step % 100 == 0:
+                file.write(json.dumps({"step": step, "valid_loss": 1.0, "valid_accuracy": step / steps}) + "\n")
+
+
+def alignment(path: Path, name: str, untrained: bool = False) -> dict:
+    """The real summary of made-up keys: the needle stands off the one direction in which the others vary."""
+    from ccq.analysis.alignment import Point, summary
+    from ccq.analysis.prompts import GROUPS
+    from ccq.ops.reference import unit
+
+    rng = torch.Generator().manual_seed(0)
+    point = Point()
+    groups = {group: np.zeros(60, bool) for group in GROUPS}
+    groups["distractor"][:40] = True
+    for group in GROUPS:
+        if group != "distractor":
+            groups[group][50:56] = True
+    for _ in range(3):
+        for layer in range(4):
+            k = torch.randn(60, 2, 32, generator=rng, dtype=torch.float64)
+            k[:40, :, :4] *= 4
+            point.add(layer, unit(k), SimpleNamespace(groups=groups))
+    content = {"kind": "alignment", "model": {"name": name, "class": "LlamaForCausalLM", "parameters": 1000},
+               "points": {"projection": {"what": "at the projection", **summary(point)}},
+               "settings": {"untrained": untrained}, "provenance": origin()}  # fmt: skip
+    write_json(path, content)
+    return content
+
+
+def make_everything(root: Path) -> None:
+    """Results of every kind: six systems, three seeds of all but one."""
+    for system in SYSTEMS:
+        for seed in (0,) if system == "transformer" else (0, 1, 2):
+            for suite, groups in suites(quality_of(system, seed)).items():
+                evaluation(root / f"{system}-nano-seed{seed}", suite, groups, f"{system}-nano-seed{seed}")
+    training_run(root / "runs" / "gla_tiny", "gla_tiny", 0, 600)
+    training_run(root / "runs" / "ccq_gla_tiny", "ccq_gla_tiny", 0, 600)
+    alignment(root / "analysis" / "alignment_smollm.json", "SmolLM2-135M")
+    write_json(root / "analysis" / "gate_x.json", {
+        "kind": "gate", "model": {"name": "ccq-gla-nano-seed0"}, "layers": [0, 1],
+        "lam": {place: [[0.1, 0.2], [0.3, value]] for place, value in
+                (("text", 0.2), ("filler", 0.2), ("needle", 0.3), ("question", 0.3), ("retrieval", 0.6))},
+        "provenance": origin(),
+    })  # fmt: skip
+    rows = [{"intervention": name, "suites": {"niah": {"niah_single_1/4096": value, "niah_single_1/8192": value}}}
+            for name, value in (("none", 50.0), ("off", 47.0))]  # fmt: skip
+    write_json(root / "analysis" / "intervene.json",
+               {"kind": "intervene", "model": {"name": "ccq-gated-deltanet-nano"}, "rows": rows,
+                "provenance": origin()})  # fmt: skip
+    trained = []
+    for system in ("gla", "gla_unit", "ccq_gla", "gated_deltanet", "ccq_gated_deltanet", "transformer"):
+        for length in (2048, 4096, 8192):
+            rate = {"gla": 48e3, "gla_unit": 48e3, "ccq_gla": 46e3}.get(system, 45e3)
+            trained.append({"system": system, "size": "1.3b", "length": length, "tokens": 32768, "dtype": "bf16",
+                            "step_ms": {"median": 1.0, "low": 1.0, "high": 1.0}, "tokens_per_second": rate,
+                            "peak_gib": 60.0, "mfu": 0.4, "paper": None})  # fmt: skip
+    write_json(root / "bench" / "train_h200.json", {**origin(), "note": None, "rows": trained})
+    for name in ("decode", "decode_op", "layer", "op", "prefill"):
+        shutil.copy(BENCHMARKS / f"{name}_h200.json", root / "bench" / f"{name}_h200.json")

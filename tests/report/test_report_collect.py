@@ -1,0 +1,149 @@
+"""Results are told by what they hold; what is damaged, unfinished or mixed is said."""
+
+import json
+
+import pytest
+from made_results import BENCHMARKS, alignment, evaluation, origin, suites, training_run
+
+from ccq.report.collect import collect
+from ccq.report.systems import LABELS, SIZES, System, from_config, from_name
+
+ONE = {"niah_single_1/1024": (50.0, "mean")}
+
+
+def test_kinds_are_told_by_content_not_by_name(tmp_path):
+    evaluation(tmp_path / "a", "niah", ONE, "gla-nano")
+    (tmp_path / "a" / "niah.json").rename(tmp_path / "a" / "anything.json")
+    alignment(tmp_path / "deep" / "er" / "x.json", "SmolLM2-135M")
+    for name in ("decode_h200", "decode_op_h200", "layer_h200", "op_h200", "operator_cpu", "prefill_h200"):
+        (tmp_path / f"copy of {name}.json").write_text((BENCHMARKS / f"{name}.json").read_text())
+    training_run(tmp_path / "run", "ccq_gla_tiny", 1, 600)
+    (tmp_path / "other.json").write_text('{"rows": [], "versions": {}}')
+    (tmp_path / "list.json").write_text("[1, 2]")
+    found = collect([tmp_path])
+    kinds = sorted((source.kind, source.detail) for source in found.sources)
+    benches = [("bench", kind) for kind in ("decode", "decode-op", "layer", "op", "operator-cpu", "prefill")]
+    assert kinds == [("analysis", "alignment"), *benches, ("eval", "niah"), ("run", "")]
+    assert found.problems == found.unfinished == []
+    assert len(found.ignored) == 3  # the two, and the run's data.json
+
+
+def test_a_file_a_folder_and_the_same_again_count_once(tmp_path):
+    evaluation(tmp_path, "niah", ONE, "gla-nano")
+    assert len(collect([tmp_path, tmp_path / "niah.json", tmp_path]).sources) == 1
+
+
+def test_damaged_files_are_named_and_the_rest_is_there(tmp_path):
+    evaluation(tmp_path / "good", "niah", ONE, "gla-nano")
+    content = (tmp_path / "good" / "niah.json").read_text()
+    (tmp_path / "cut.json").write_text(content[: len(content) // 2])
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    broken = json.loads(content)
+    del broken["model"]
+    (tmp_path / "lacks.json").write_text(json.dumps(broken))
+    broken = json.loads(content)
+    broken["scores"] = {"niah_single_1/1024": "high"}
+    (tmp_path / "scores.json").write_text(json.dumps(broken))
+    found = collect([tmp_path])
+    assert [source.name for source in found.sources] == ["good/niah.json"]
+    assert len(found.problems) == 4
+    for name in ("cut.json", "bytes.json", "lacks.json", "scores.json"):
+        assert sum(name in problem for problem in found.problems) == 1
+
+
+def test_what_is_half_finished_is_said(tmp_path):
+    training_run(tmp_path / "gla_tiny", "gla_tiny", 0, logged=250)
+    with (tmp_path / "gla_tiny" / "log.jsonl").open("a") as file:
+        file.write('{"step": 260, "lo')  # as a kill leaves it
+    training_run(tmp_path / "fresh", "gla_tiny", 0, logged=0)
+    answers = tmp_path / "eval" / "responses" / "niah.jsonl"
+    answers.parent.mkdir(parents=True)
+    answers.write_text('{"identity": {}}\n' + '{"key": "a"}\n' * 7)
+    evaluation(tmp_path / "half", "lm", {"piqa": (50.0, "mean")}, "gla-nano", finished=False)
+    found = collect([tmp_path])
+    assert found.problems == []
+    assert sorted(found.unfinished) == [
+        "fresh is not finished: step 0 of 600.",
+        "gla_tiny is not finished: step 250 of 600.",
+        "lm of half is not finished.",
+        "niah of eval is not finished: 7 answers, no scores.",
+    ]
+
+
+def test_a_damaged_line_of_a_log_is_named_and_the_others_are_kept(tmp_path):
+    training_run(tmp_path / "run", "gla_tiny", 0, logged=600)
+    log = tmp_path / "run" / "log.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], "{", *lines[2:]]) + "\n")
+    found = collect([tmp_path])
+    assert found.problems == ["run/log.jsonl: line 2 is damaged and left out."]
+    assert len(found.of("run")[0].records) == len(lines) - 1
+
+
+def test_mixed_commits_versions_samples_and_quick_looks_are_said(tmp_path):
+    evaluation(tmp_path / "a", "niah", ONE, "gla-nano")
+    evaluation(tmp_path / "b", "niah", ONE, "ccq-gla-nano", **origin("2" * 40, "0.2.0", dirty=True), limit=5,
+               quick_look=True, samples={"hash": "other", "count": 1, "requests": 1})  # fmt: skip
+    notices = " ".join(collect([tmp_path]).notices())
+    assert "Results of 2 commits are mixed here: 1111111, 2222222." in notices
+    assert "several versions of ccq are mixed here: 0.1.0, 0.2.0" in notices
+    assert "Quick looks, not whole suites: b/niah.json (first 5)" in notices
+    assert "changes that are not committed: b/niah.json" in notices
+    assert "niah: not all models were asked the same samples" in notices
+    assert collect([tmp_path / "a"]).notices() == []
+
+
+def test_an_evaluation_takes_system_and_seed_from_its_run(tmp_path):
+    training_run(tmp_path / "first", "ccq_gated_deltanet_uncentred_tiny", 7, 600)
+    evaluation(tmp_path / "first" / "eval", "niah", ONE, "model")  # lies in it
+    evaluation(tmp_path / "elsewhere", "niah", ONE, "first")  # is named after it
+    evaluation(tmp_path / "off", "niah", ONE, "first, lam off")  # with its cleaning off
+    evaluation(tmp_path / "none", "niah", ONE, "first, lam none")  # the same as unchanged
+    found = {source.path.parent.name: source for source in collect([tmp_path]).of("eval")}
+    system = System("ccq-gated-deltanet", "uncentred", "tiny")
+    assert {name: (s.system, s.seed) for name, s in found.items()} == {
+        "eval": (system, 7),
+        "elsewhere": (system, 7),
+        "off": (System("ccq-gated-deltanet", "uncentred, lam off at inference", "tiny"), 7),
+    }
+
+
+def test_systems_are_those_of_the_package():
+    from ccq.model.config import SIZES as MODEL_SIZES
+    from ccq.model.config import SYSTEMS
+    from ccq.recipes import recipe
+    from ccq.train.config import ModelOptions, preset
+
+    assert set(LABELS) == set(SYSTEMS)
+    assert set(MODEL_SIZES) <= set(SIZES)
+    for name in SYSTEMS:
+        model = {field: getattr(preset(f"{name}-tiny"), field) for field in ModelOptions.__dataclass_fields__}
+        assert from_config({"model": model, "seed": 3}, "run") == (System(name, "", "tiny"), 3)
+        for size in MODEL_SIZES:
+            assert from_name(f"{name}-{size}-seed4") == (System(name, "", size), 4)
+            assert from_name(f"{name}_{size}".replace("-", "_")) == (System(name, "", size), None)
+    for name, variant in (("ccq_gla_no_decay", "bias not decayed"), ("ccq_gated_deltanet_fixed_lam", "lam 0.1"),
+                          ("ccq_gated_deltanet_uncentred", "uncentred")):  # fmt: skip
+        model = recipe(f"{name}_tiny").model
+        config = {"model": {field: getattr(model, field) for field in ModelOptions.__dataclass_fields__}}
+        assert from_config(config, "run")[0].variant == variant
+
+
+def test_a_name_keeps_what_it_says_beside_system_and_size():
+    assert from_name("ccq-gla-open-nano-s2") == (System("ccq-gla", "open", "nano"), 2)
+    assert from_name("Qwen3-4B") == (System("Qwen3-4B"), None)
+
+
+@pytest.mark.parametrize("suite", ["lm", "niah", "length", "longbench", "mqar"])
+def test_the_made_up_results_have_the_names_of_the_real_suites(suite):
+    """What the other tests rely on: the scores that the tables ask for are those that the suites write."""
+    from ccq.evaluate.statistics import average  # noqa: F401 -- the suites are importable
+    from ccq.report.numbers import scores_like
+    from ccq.report.paper import load
+
+    made = {**suites(0.5)[suite], "average": 0, "average/8192": 0}
+    for table in load().tables.values():
+        for column in table.columns:
+            where, _, pattern = column.where.partition(":")
+            if where == suite:
+                assert scores_like(made, pattern), column

@@ -1,0 +1,333 @@
+"""The page: the numbers of the files, said once more; produced from anything, and standing by itself."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_results import BENCHMARKS, evaluation, training_run
+
+import ccq.report
+from ccq import cli
+from ccq.report import claims, html
+from ccq.report.systems import label_of
+
+PAPERS = ("configs", "lm", "niah", "longbench", "ablations", "layer", "training", "inference")
+
+
+class Page(HTMLParser):
+    """Tables by id, as rows of (label, [(text, small, classes, hover)]), and all that the page refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.ids, self.links, self.tags, self.figures = {}, [], [], [], []
+        self.table = self.cell = None
+        self.small = 0
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.tags.append(tag)
+        if "id" in given:
+            self.ids.append(given["id"])
+        self.links += [given[name] for name in ("href", "src", "xlink:href") if name in given]
+        if tag == "figure":
+            self.figures.append(given["id"])
+        if tag == "table":
+            self.table = self.tables[given["id"].removeprefix("table-")] = []
+        elif tag == "tr" and self.table is not None:
+            self.table.append([])
+        elif tag in ("td", "th") and self.table is not None:
+            self.cell = {
+                "text": "",
+                "small": "",
+                "class": given.get("class", "").split(),
+                "hover": given.get("title", ""),
+            }
+            self.table[-1].append(self.cell)
+        elif tag == "span" and given.get("class") == "small":
+            self.small = 1
+        elif tag in ("sup", "style"):
+            self.small = 2
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.cell = None
+        if tag == "table":
+            self.table = None
+        if tag in ("sup", "style") or (tag == "span" and self.small == 1):
+            self.small = 0
+
+    def handle_data(self, data):
+        if self.small != 2:
+            self.words += data
+        if self.cell is not None and self.small != 2:
+            self.cell["small" if self.small else "text"] += data
+
+    def block(self, name, title):
+        """{label: cells} of the rows below the heading `title` of a table."""
+        rows, inside = {}, False
+        for row in self.tables[name]:
+            if len(row) == 1:
+                inside = row[0]["text"] == title
+            elif inside:
+                rows[row[0]["text"].strip()] = row[1:]
+        return rows
+
+
+@pytest.fixture(scope="session")
+def page(report):
+    return Page((report / "index.html").read_text())
+
+
+def mean(everything, system, suite, score, seeds=(0, 1, 2)):
+    files = [everything / f"{system}-nano-seed{seed}" / f"{suite}.json" for seed in seeds]
+    return sum(json.loads(file.read_text())["scores"][score]["value"] for file in files) / len(seeds)
+
+
+def columns_of(name):
+    from ccq.report.paper import load
+
+    return load().tables[name].columns
+
+
+@pytest.mark.parametrize("name", ["lm", "niah", "longbench"])
+def test_our_numbers_are_those_of_the_files(page, everything, name):
+    rows = page.block(name, "Here, nano")
+    for system in ("gla", "gla-unit", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet"):
+        for cell, column in zip(rows[label_of(system)], columns_of(name), strict=False):
+            suite, _, score = column.where.partition(":")
+            score = score.replace("*", "4096" if suite == "lm" else "8192")
+            digits = 1 if name == "niah" else 2
+            assert cell["text"] == f"{mean(everything, system, suite, score):.{digits}f}", (system, score)
+            assert "95% over 3 seeds" in cell["hover"]
+            assert "95% over samples, mean of the runs' bounds" in cell["hover"]
+            assert "commit 1111111; NVIDIA H200; 2026-11-14" in cell["hover"]
+
+
+@pytest.mark.parametrize("name", ["configs", "lm", "niah", "longbench", "ablations"])
+def test_the_papers_numbers_are_on_the_page_as_printed(page, name):
+    from ccq.report.paper import load, scale_label
+
+    table = load().tables[name]
+    for row in table.rows:
+        cells = page.block(name, f"The paper, {scale_label(row.scale)}")[label_of(row.system)]
+        assert [cell["text"] for cell in cells[: len(row.cells)]] == [cell.text for cell in row.cells]
+
+
+def test_speed_numbers_are_those_of_the_files(page):
+    rows = {row[0]["text"]: [cell["text"] for cell in row[1:]] for row in page.tables["inference"]}
+    for result in json.loads((BENCHMARKS / "prefill_h200.json").read_text())["rows"]:
+        assert rows[label_of(result["system"])][1].split(" ")[0] == f"{result['wall_ms']['median']:.0f}"
+    for result in json.loads((BENCHMARKS / "decode_h200.json").read_text())["rows"]:
+        cells = rows[label_of(result["system"])]
+        assert cells[2] == (str(result["paper_tok_s"]) if result["paper_tok_s"] else "–")
+        assert cells[3].split(" ")[0] == f"{result['generate_tok_s']:.0f}"
+    heads = [cell["text"] for cell in page.tables["training"][0]]
+    assert heads[1] == "tokens/s a GPU, paper (8 GPUs)"
+    assert heads[2] == "here (one GPU)"
+
+
+def test_bold_is_the_best_of_each_block(page):
+    """Computed anew from the numbers on the page; in the paper's block also where its own bold is another."""
+    for name in ("lm", "niah", "longbench"):
+        for title in ("The paper, 1.3B", "Here, nano"):
+            rows = page.block(name, title)
+            if name != "niah":
+                rows.pop("Transformer")
+            for at, column in enumerate(columns_of(name)):
+                cells = [row[at] for row in rows.values() if len(row) > at]
+                values = [float(cell["text"]) for cell in cells if "missing" not in cell["class"]]
+                top = min(values) if column.better == "lower" else max(values)
+                bold = {float(cell["text"]) for cell in cells if "bold" in cell["class"]}
+                assert bold == ({top} if len(set(values)) > 1 else set()), (name, title, column.heading)
+    assert "bold" in page.block("longbench", "The paper, 1.3B")["GLA"][12]["class"]  # LCC
+
+
+def test_footnotes_stand_below_the_table(page):
+    assert "RBP, 1.3B: the paper prints CCQ-GLA 26.37 in bold; best is GLA 26.81." in page.words
+
+
+def test_missing_rows_and_cells_are_said_to_be_missing(page):
+    assert [cell["text"] for cell in page.block("lm", "Here, nano")["Mamba2"]] == ["not run"]
+    assert page.block("niah", "The paper, 1.3B")["GLA"][11]["hover"] == "not in the paper"
+    assert page.block("ablations", "Here, nano")["CCQ-Gated DeltaNet, uncentred"][0]["text"] == "not run"
+
+
+def test_a_missing_score_of_a_row_is_said(tmp_path):
+    evaluation(tmp_path / "r", "niah", {"niah_single_1/1024": (50.0, "mean")}, "gla-nano")
+    ccq.report.write([tmp_path / "r"], tmp_path / "out")
+    cells = Page((tmp_path / "out" / "index.html").read_text()).block("niah", "Here, nano")["GLA"]
+    assert [cell["text"] for cell in cells] == ["50.0"] + ["missing"] * 10
+    assert cells[0]["small"] == "29.9–70.1"  # Wilson, 10 of 20
+
+
+def test_markdown_has_the_same_numbers(report, page):
+    lines = (report / "report.md").read_text().splitlines()
+    for name in PAPERS:
+        for row in page.tables[name]:
+            words = [cell["text"].strip() for cell in row]
+            if len(words) < 3:
+                continue
+            plain = [re.sub(r"<su[bp]>.*?</su[bp]>|\*\*", "", line) for line in lines]
+            wanted = [
+                [part.strip().replace("`", "") for part in line.strip("|").split("|")] for line in plain if "|" in line
+            ]
+            assert words in wanted, words
+
+
+def test_the_page_stands_by_itself(report, page):
+    assert "script" not in page.tags
+    assert "link" not in [tag for tag in page.tags if tag != "link"]
+    outside = [link for link in page.links if not link.startswith(("#", "data:", "figures/"))]
+    assert outside == []
+    text = (report / "index.html").read_text()
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    for link in page.links:
+        if link.startswith("#"):
+            assert link[1:] in page.ids, link
+        elif link.startswith("figures/"):
+            assert (report / link).exists()
+    assert len(page.ids) == len(set(page.ids)), "an id twice"
+
+
+def test_figures_are_files_too(report, page):
+    names = {"picture", "training", "needles", "extrapolation", "recall", "overhead", "throughput", "alignment_depth",
+             "alignment_tokens", "alignment_heads", "gates"}  # fmt: skip
+    assert {figure.removeprefix("figure-") for figure in page.figures} == names
+    for name in names:
+        assert (report / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (report / "figures" / f"{name}.svg").read_text()
+
+
+def test_the_first_screen_says_what_was_run_and_whether_it_helped(page):
+    top = page.words[: page.words.index("Before you compare numbers")]
+    assert "Curvature-Conditioned Query" in top
+    assert "2 training runs: " in top
+    tried = [row for row in page.tables["claims"][1:] if row[2]["text"] != "not run"]
+    held = sum(row[3]["text"].endswith("holds") for row in tried)
+    assert held >= 1
+    counted = re.search(r"Of (\d+) claims about quality that were tried here, (\d+) holds?, (\d+) do not", top)
+    assert counted
+    quality = [v for v in claims.load() if v["kind"] == "score"]
+    says = {claim["says"] for claim in quality}
+    mine = [row for row in tried if row[0]["text"] in says]
+    assert int(counted[1]) == len(mine)
+    assert int(counted[2]) == sum(row[3]["text"].endswith("holds") for row in mine)
+
+
+@pytest.mark.parametrize("arguments", [[], ["empty"]])
+def test_nothing_gives_a_page_that_says_so(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    assert cli.main(["report", *arguments, "-o", "out"]) == 0
+    for name in ("index.html", "report.md"):
+        assert "There is nothing here yet." in Path("out", name).read_text()
+    assert "Of " not in Page(Path("out/index.html").read_text()).words.split("What was run here")[0].split("Did it")[1]
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path)])
+    assert "nowhere is not there" in capsys.readouterr().err
+
+
+def test_damage_and_unfinished_runs_stand_on_the_page_beside_the_rest(tmp_path):
+    source = tmp_path / "results"
+    evaluation(source / "gla-nano", "niah", {"niah_single_1/1024": (50.0, "mean")}, "gla-nano")
+    (source / "broken.json").write_text('{"suite": "lm", "sco')
+    training_run(source / "gla_tiny", "gla_tiny", 0, logged=120)
+    ccq.report.write([source], tmp_path / "out")
+    text = Page((tmp_path / "out" / "index.html").read_text())
+    assert "broken.json is damaged and left out" in text.words
+    assert "gla_tiny is not finished: step 120 of 600." in text.words
+    assert text.block("niah", "Here, nano")["GLA"][0]["text"] == "50.0"
+    assert "120 of 600 steps" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_text_of_results_cannot_become_markup(tmp_path):
+    evaluation(tmp_path / "r", "niah", {"niah_single_1/1024": (50.0, "mean")}, "<script>alert(1)</script>")
+    ccq.report.write([tmp_path / "r"], tmp_path / "out")
+    assert "<script" not in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_same_results_give_the_same_page(everything, report, tmp_path):
+    shutil.copytree(everything / "bench", tmp_path / "bench")
+    for name in ("a", "b"):
+        ccq.report.write([tmp_path / "bench"], tmp_path / name)
+    assert (tmp_path / "a" / "index.html").read_bytes() == (tmp_path / "b" / "index.html").read_bytes()
+
+
+def test_results_of_the_real_commands_are_read(tmp_path):
+    """`ccq train` and `ccq eval` themselves, on a tiny model."""
+    from ccq.evaluate import Options, evaluate
+    from ccq.model import CCQConfig, CCQForCausalLM
+
+    run = tmp_path / "ccq_gla_tiny"
+    small = ["--steps", "4", "--system.log-every", "2", "--system.no-tensorboard", "--data.batch", "4",
+             "--system.micro-batch", "4", "--seed", "3"]  # fmt: skip
+    assert cli.main(["train", "ccq_gla_tiny", "--run-dir", str(run), *small]) == 0
+    model = CCQForCausalLM(CCQConfig.preset("ccq-gla-tiny", vocab_size=8192)).eval()
+    result = evaluate(model, None, "mqar", Options(out=run / "eval", lengths=(64,), limit=2), "model")
+    ccq.report.write([tmp_path], tmp_path / "out")
+    page = Page((tmp_path / "out" / "index.html").read_text())
+    cells = page.block("recall", "Here, tiny")["CCQ-GLA"]
+    assert [cell["text"] for cell in cells] == [
+        f"{result['scores'][n]['value']:.2f}" for n in ("64-4", "64-8", "64-16", "average")
+    ]
+    assert "seed 3" in cells[0]["hover"]
+    assert page.block("configs", "Here")["CCQ-GLA, tiny, seed 3"][2]["small"].startswith("4 of 4 steps")
+    assert "Quick looks, not whole suites: eval/mqar.json (first 2)" in page.words
+
+
+# -- how it looks ------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour):
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return sum(w * (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4)
+               for w, p in zip((0.2126, 0.7152, 0.0722), parts, strict=True))  # fmt: skip
+
+
+def contrast(one, two):
+    bright, dark = sorted((luminance(one), luminance(two)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_read_in_light_and_dark(scheme):
+    blocks = re.findall(r":root \{(.*?)\}", html.STYLE.read_text(), flags=re.DOTALL)
+    colours = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", blocks[0 if scheme == "light" else 1]))
+    for text in ("text", "soft", "link"):
+        for ground in ("page", "raised", "ours"):
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    for line in ("ink", "blue", "sky", "green", "orange", "red", "purple", "grey"):
+        assert contrast(colours[line], colours["page"]) >= 3, line
+
+
+def test_lines_differ_in_more_than_colour():
+    from ccq.report.figures import LINES
+
+    assert len({(line, marker) for _, line, marker in LINES.values()}) >= len(LINES) - 2
+    for with_ccq, without in (("ccq-gla", "gla"), ("ccq-gla", "gla-unit"), ("ccq-gated-deltanet", "gated-deltanet")):
+        assert LINES[with_ccq][1:] != LINES[without][1:]
+
+
+def test_the_picture_is_what_the_operator_computes():
+    """Its q_clean is the package's, and the needle's rank goes from worse to first."""
+    import torch
+
+    from ccq import clean_query
+    from ccq.report.figures import example
+
+    found = example(lam=1.0)
+    keys = torch.from_numpy(found["keys"])[None, :, None]
+    q = torch.from_numpy(found["q"]).expand(len(found["keys"]), 2)[None, :, None]
+    q_clean, _, _ = clean_query(q, keys, torch.ones(1, len(found["keys"]), 1, dtype=torch.float64), normalize="none")
+    assert torch.allclose(q_clean[0, -1, 0], torch.from_numpy(found["q_clean"]), atol=1e-9)
+    assert found["before"].argmax() != len(keys[0]) - 1
+    assert found["after"].argmax() == len(keys[0]) - 1
