@@ -28,6 +28,14 @@ def write(paths: Sequence[Path], out: Path) -> list[Path]:
     return written
 
 
+def markdown_of(paths: Sequence[Path]) -> str:
+    """What OUT/report.md would hold, without drawing any figure: for documents that must not drift from the results."""
+    from ccq.report import markdown, page
+    from ccq.report.collect import collect
+
+    return markdown.page(page.build(collect(paths)))
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(

@@ -151,8 +151,9 @@ def sample_difference(control: Source, source: Source, pattern: str) -> tuple[fl
             for line in lines.read_text().splitlines():
                 row = json.loads(line)
                 if row["group"] in wanted:
+                    float(row["score"]), row["id"]
                     rows.setdefault(row["group"], []).append(row)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             return None
         tables.append(rows)
     if not all(name in rows for rows in tables for name in wanted):

@@ -129,7 +129,9 @@ def collect(paths: Sequence[Path]) -> Collection:
                 seen.add(real)
                 take(file, found)
     identify(found)
-    found.sources.sort(key=lambda s: (("run", "eval", "analysis", "bench").index(s.kind), s.detail, str(s.path)))
+    found.sources.sort(
+        key=lambda s: (("run", "eval", "analysis", "bench").index(s.kind), s.detail, s.name, str(s.path))
+    )
     for number, source in enumerate(found.sources, 1):
         source.number = number
     return found
@@ -184,23 +186,43 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         for score in content["scores"].values():
             if score["value"] is not None:
                 float(score["value"])
-        content["model"]["name"]
+        check(content)
+        content["samples"].get("hash")
         if not content.get("finished", True):
             found.unfinished.append(f"{content['suite']} of {file.parent.name} is not finished.")
         return Source("eval", content["suite"], file, content)
     if content.get("kind") in ANALYSES:
-        content["model"]["name"]
+        check(content)
         return Source("analysis", content["kind"], file, content)
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
     if isinstance(content.get("rows"), list) and "versions" in content:
         for kind, keys in BENCHES.items():
             if content["rows"] and all(keys <= row.keys() for row in content["rows"]):
+                check(content, model=False)
                 return Source("bench", kind, file, content)
         return None
     if {"timings", "goals", "versions"} <= content.keys():
+        check(content, model=False)
         return Source("bench", "operator-cpu", file, content)
     return None
+
+
+def check(content: dict, model: bool = True) -> None:
+    """TypeError where what all results have is something else."""
+    origin = content.get("provenance") or content
+    for name, kind in (
+        ("commit", str),
+        ("date", str),
+        ("gpu", str),
+        ("cpu", str),
+        ("command", str),
+        ("versions", dict),
+    ):
+        if not isinstance(origin.get(name), kind | None):
+            raise TypeError(f"{name}: expected {kind.__name__}, got {origin[name]!r}")
+    if model and not isinstance(content["model"]["name"], str):
+        raise TypeError(f"model: name: expected a name, got {content['model']['name']!r}")
 
 
 def run_of(folder: Path, config: dict, found: Collection) -> Source:

@@ -58,8 +58,9 @@ def table(part: d.Table) -> str:
     kind = ' class="stack words"' if part.stack else ' class="wide"' if width > 12 else ""
     notes = "".join(f"<li>{inline(note)}</li>" for note in part.notes)
     return (
-        f'<div class="scroll" tabindex="0"><table{kind} id="table-{part.name}">'
-        f"<caption>{inline(part.caption)}</caption><thead><tr>{head}</tr></thead>{''.join(bodies)}</table></div>"
+        f'<p class="caption" id="caption-{part.name}">{inline(part.caption)}</p><div class="scroll" tabindex="0">'
+        f'<table{kind} id="table-{part.name}" aria-labelledby="caption-{part.name}">'
+        f"<thead><tr>{head}</tr></thead>{''.join(bodies)}</table></div>"
         + (f'<ul class="notes">{notes}</ul>' if notes else "")
     )
 

@@ -43,11 +43,20 @@ class Estimate:
 
     @property
     def value(self) -> float:
-        return sum(self.values) / len(self.values)
+        """The mean over seeds."""
+        return sum(self.by_seed.values()) / len(self.by_seed)
+
+    @property
+    def by_seed(self) -> dict[int | None, float]:
+        """A mean for each seed: a run that was repeated, or evaluated twice, counts once."""
+        seeds: dict[int | None, list[float]] = {}
+        for source, value in zip(self.sources, self.values, strict=True):
+            seeds.setdefault(source.seed, []).append(value)
+        return {seed: sum(values) / len(values) for seed, values in seeds.items()}
 
     @property
     def over_seeds(self) -> Interval | None:
-        return seed_interval(self.values)
+        return seed_interval([value for seed, value in self.by_seed.items() if seed is not None])
 
     @property
     def over_samples(self) -> Interval | None:
@@ -88,7 +97,8 @@ class Results:
         """The score `where` ("suite:score", with * for any length) of a system; None where no run has it."""
         suite, _, pattern = where.partition(":")
         values, sources, samples, notes = [], [], [], []
-        for source in self.runs(system, suite):
+        runs = self.runs(system, suite)
+        for source in [run for run in runs if not run.content.get("quick_look")] or runs:  # a quick look, if no other
             names = scores_like(source.content["scores"], pattern)
             if not names:
                 continue
@@ -111,8 +121,4 @@ class Results:
         one, two = self.estimate(system, where), self.estimate(control, where)
         if one is None or two is None:
             return {}
-        first, second = (
-            {source.seed: value for source, value in zip(found.sources, found.values, strict=True)}
-            for found in (one, two)
-        )
-        return {seed: value - second[seed] for seed, value in first.items() if seed in second}
+        return {seed: value - two.by_seed[seed] for seed, value in one.by_seed.items() if seed in two.by_seed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import ccq
@@ -10,7 +11,7 @@ from ccq.report import claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
 from ccq.report.collect import Collection
-from ccq.report.document import Columns, Details, Document, Equation, Heading, Items, Text
+from ccq.report.document import Columns, Details, Document, Equation, Heading, Items, Text, figures_of
 from ccq.report.numbers import Results
 from ccq.report.systems import label_of
 
@@ -37,7 +38,38 @@ NOTHING = (
 )
 
 
+class Nowhere:
+    """Axes on which anything can be drawn and nothing is."""
+
+    def __getattr__(self, _: str) -> Nowhere:
+        return self
+
+    def __getitem__(self, _: object) -> Nowhere:
+        return self
+
+    def __call__(self, *_: object, **__: object) -> Nowhere:
+        return self
+
+
+def without_unusable(found: Collection) -> Collection:
+    """Results less those of which no page can be made: other versions, or damage that is still JSON. They are named."""
+    usable, problems = [], list(found.problems)
+    for source in found.sources:
+        try:
+            for figure in figures_of(assemble(Collection([source])).parts):
+                for panel in figure.panels:
+                    panel.draw(Nowhere())
+            usable.append(source)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+            problems.append(f"{source.name} lacks what it should have and is left out: {type(error).__name__} {error}.")
+    return replace(found, sources=usable, problems=problems)
+
+
 def build(found: Collection) -> Document:
+    return assemble(without_unusable(found))
+
+
+def assemble(found: Collection) -> Document:
     paper, results = papers.load(), Results(found)
     verdicts = claims.judge(found, results, paper)
     parts: list[Any] = [

@@ -46,7 +46,7 @@ def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
     parts = []
     seeds, samples = estimate.over_seeds, estimate.over_samples
     if seeds is not None:
-        parts.append(f"95% over {len(estimate.values)} seeds: {number(seeds[0])} to {number(seeds[1])}")
+        parts.append(f"95% over {len(estimate.by_seed)} seeds: {number(seeds[0])} to {number(seeds[1])}")
     elif len(estimate.values) > 1:
         parts.append(f"mean of {len(estimate.values)} runs")
     if samples is not None:
@@ -91,7 +91,8 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
 
 
 def heading(column: Column) -> str:
-    return f"{column.heading} {'↓' if column.better == 'lower' else '↑' if column.better == 'higher' else ''}".strip()
+    arrow = {"lower": "\u00a0↓", "higher": "\u00a0↑"}.get(column.better, "")
+    return column.heading.replace(" ", "\u00a0") + arrow
 
 
 def paper_rows(table: papers.Table, scale: str, columns: list[Column]) -> list[Row]:
@@ -336,8 +337,9 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         "or seeds disagree in sign; else **not enough runs**. Claims about cost hold where it is no "
         "more than the paper's."
     ]
-    return Table("The paper's claims", ["claim", "the paper", "here", "verdict"], [Block("", rows)], notes, stack=True,
-                 name="claims")  # fmt: skip
+    head = ["claim", "the paper", "here", "verdict"]
+    caption = "Each claim, and what the results here say of it"
+    return Table(caption, head, [Block("", rows)], notes, stack=True, name="claims")
 
 
 def source_table(found: Collection) -> Table:

@@ -17,7 +17,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 WIDTHS = (390, 1280)
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--hide-scrollbars",
     "--enable-logging=stderr", "--v=0", "--window-size=1400,1000", "--virtual-time-budget=10000", "--dump-dom",
 ]  # fmt: skip
 WRAPPER = """<!DOCTYPE html><html><head><link rel="icon" href="data:,"></head><body><pre id="found"></pre><script>

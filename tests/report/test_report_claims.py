@@ -77,6 +77,26 @@ def test_pairs_are_seed_by_seed(tmp_path):
     assert "+10.00 at nano, [+10.00, +10.00] over 3 seeds" in verdict.ours
 
 
+def test_a_run_evaluated_thrice_is_one_seed(tmp_path):
+    for system, value in (("ccq-gla", 80.0), ("gla", 10.0)):
+        for number, name in enumerate([f"{system}-nano-seed0"] * 3 + [f"{system}-nano"] * 3):
+            evaluation(tmp_path / f"{system} {number}", "niah", {GROUP: (value, "mean")}, name)
+    assert judged(tmp_path)[PASSKEY].verdict == claims.FEW
+    results = Results(collect([tmp_path]))
+    estimate = results.estimate(results.systems()[0], f"niah:{GROUP}")
+    assert len(estimate.values) == 6
+    assert estimate.over_seeds is None
+
+
+def test_a_quick_look_counts_only_where_there_is_no_other(tmp_path):
+    evaluation(tmp_path / "a", "niah", {GROUP: (80.0, "mean")}, "gla-nano", quick_look=True, limit=2)
+    results = Results(collect([tmp_path]))
+    system = results.systems()[0]
+    assert results.estimate(system, f"niah:{GROUP}").value == 80
+    evaluation(tmp_path / "b", "niah", {GROUP: (20.0, "mean")}, "gla-nano")
+    assert Results(collect([tmp_path])).estimate(system, f"niah:{GROUP}").value == 20
+
+
 def test_lower_is_better_for_perplexity(tmp_path):
     for system, value in (("ccq-gla", 20.0), ("gla", 30.0)):
         for seed in range(3):

@@ -1,6 +1,8 @@
 """The page: the numbers of the files, said once more; produced from anything, and standing by itself."""
 
+import dataclasses
 import json
+import random
 import re
 import shutil
 from html.parser import HTMLParser
@@ -12,6 +14,7 @@ from made_results import BENCHMARKS, evaluation, training_run
 import ccq.report
 from ccq import cli
 from ccq.report import claims, html
+from ccq.report.document import Columns, Figure
 from ccq.report.systems import label_of
 
 PAPERS = ("configs", "lm", "niah", "longbench", "ablations", "layer", "training", "inference")
@@ -179,6 +182,10 @@ def test_markdown_has_the_same_numbers(report, page):
             assert words in wanted, words
 
 
+def test_markdown_can_be_had_alone(report, everything):
+    assert ccq.report.markdown_of([everything]) == (report / "report.md").read_text()
+
+
 def test_the_page_stands_by_itself(report, page):
     assert "script" not in page.tags
     assert "link" not in [tag for tag in page.tags if tag != "link"]
@@ -247,6 +254,46 @@ def test_damage_and_unfinished_runs_stand_on_the_page_beside_the_rest(tmp_path):
     assert "gla_tiny is not finished: step 120 of 600." in text.words
     assert text.block("niah", "Here, nano")["GLA"][0]["text"] == "50.0"
     assert "120 of 600 steps" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_any_part_of_a_result_may_be_missing(everything, tmp_path):
+    """Files that are JSON, but not what they should be: the page is made, and a file that is left out is named."""
+    from ccq.report import page
+    from ccq.report.collect import collect
+
+    files = ["ccq-gla-nano-seed0/niah.json", "ccq-gla-nano-seed0/length.json", "runs/ccq_gla_tiny/config.json",
+             *(f"analysis/{name}.json" for name in ("alignment_smollm", "gate_x", "intervene")),
+             *(f"bench/{name}_h200.json" for name in ("layer", "prefill", "decode", "train"))]  # fmt: skip
+    shutil.copytree(everything / "runs" / "ccq_gla_tiny", tmp_path / "run")
+    rng = random.Random(0)
+    left_out = 0
+    for name in files:
+        whole = (everything / name).read_text()
+        target = tmp_path / "run" / "config.json" if "config" in name else tmp_path / "x.json"
+        for _ in range(15):
+            content = json.loads(whole)
+            place, depth = content, rng.randint(0, 4)
+            while depth and isinstance(
+                inner := place[key] if (key := pick(rng, place)) is not None else None, dict | list
+            ):
+                place, depth = inner, depth - 1
+            key = pick(rng, place)
+            if key is not None:
+                if rng.random() < 0.5:
+                    del place[key]
+                else:
+                    place[key] = rng.choice([None, "text", [], {}, -1])
+            target.write_text(json.dumps(content))
+            found = collect([target])
+            built = page.build(found)
+            html.page(dataclasses.replace(built, parts=[p for p in built.parts if not isinstance(p, Figure | Columns)]))
+            left_out += bool(page.without_unusable(found).problems)
+    assert left_out > 20
+
+
+def pick(rng, place):
+    keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+    return rng.choice(keys) if keys else None
 
 
 def test_text_of_results_cannot_become_markup(tmp_path):
