@@ -15,7 +15,13 @@ from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's: told apart by all eyes
 BLUE, RED, GREEN, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#7f7f7f"
-STYLE: dict = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "ccq"}
+STYLE: dict = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "ccq",
+    "svg.fonttype": "none",  # text stays text: smaller, and can be searched
+}
 DIVERGING = "RdBu_r"  # blue: negative, red: positive; keeps its order for red-green blind eyes
 SHOWN = "16"  # of the numbers of top directions
 LINES = {  # group: (label, colour, line)

@@ -58,13 +58,19 @@ def control_table() -> str:
         for point, content in found["points"].items():
             for part in content["top"].values():
                 beyond = part["novel minus planted"]
-                lines.append(
-                    f"| {found['model']['name']} | {point} | {part['directions'][0]} | "
-                    f"{signed(part['novel']['mean'])} | {signed(part['planted']['mean'])} | {signed(beyond['mean'])} ± {beyond['error_of_mean']:.3f} | "
+                cells = [
+                    found["model"]["name"],
+                    point,
+                    str(part["directions"][0]),
+                    signed(part["novel"]["mean"]),
+                    signed(part["planted"]["mean"]),
+                    f"{signed(beyond['mean'])} ± {beyond['error_of_mean']:.3f}",
                     f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']} of "
-                    f"{len(beyond['by_layer'])} | {signed(part['near']['mean'])} | "
-                    f"{signed(part['rare']['mean'])} |"
-                )
+                    f"{len(beyond['by_layer'])}",
+                    signed(part["near"]["mean"]),
+                    signed(part["rare"]["mean"]),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
