@@ -264,19 +264,23 @@ def alignment(claim: dict, found: Collection, results: Results, paper: Paper) ->
     sources = [s for s in found.of("analysis", "alignment") if not s.content.get("settings", {}).get("untrained")]
     if not sources:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze alignment` was not run")
-    parts, all_negative = [], []
+    parts, kept = [], []
+    every = claim["group"] == "unique"  # at every layer; else on the mean, against chance
     for source in sources:
-        gap = source.content["points"]["projection"]["top"]["16"]["unique"]
-        layers = len(gap["by_layer"])
-        all_negative.append(gap["negative_layers"] == layers)
-        error = gap.get("error_of_mean")
-        spread = "" if error is None else f" ± {1.96 * error:.3f} over prompts"
+        gap = source.content["points"]["projection"]["top"]["16"][claim["group"]]
+        layers, error = len(gap["by_layer"]), gap["error_of_mean"]
+        bound = None if error is None else 1.96 * error
+        kept.append(gap["negative_layers"] == layers if every else bound is not None and gap["mean"] + bound < 0)
+        spread = "" if bound is None else f" ± {bound:.3f} over prompts"
         parts.append(
             f"{source.content['model']['name']}: {gap['negative_layers']} of {layers}, mean {signed(gap['mean'], 3)}"
             f"{spread}"
         )
-    detail = "at every layer of every model" if all(all_negative) else "not at every layer"
-    return Verdict(claim, claim["paper"], "; ".join(parts), HOLDS if all(all_negative) else FAILS, detail, sources)
+    if every:
+        detail = "at every layer of every model" if all(kept) else "not at every layer"
+    else:
+        detail = "the interval of each mean is below zero" if all(kept) else "not told from zero in every model"
+    return Verdict(claim, claim["paper"], "; ".join(parts), HOLDS if all(kept) else FAILS, detail, sources)
 
 
 def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:

@@ -451,16 +451,16 @@ def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
     return [
         Figure("alignment_depth", "Gap of alignment, by depth",
                "Below zero: needle keys lie off the top 16 directions of the key covariance, which is what cleaning "
-               f"assumes. The paper's means: {facts['gap_qwen3']['value']} (Qwen3-4B) and "
-               f"{facts['gap_gated_deltanet']['value']} (Gated DeltaNet 500M). The control, equally rare tokens that "
+               f"assumes. The paper's means: −{-facts['gap_qwen3']['value']} (Qwen3-4B) and "
+               f"−{-facts['gap_gated_deltanet']['value']} (Gated DeltaNet 500M). The control, equally rare tokens that "
                "no question asks for, shows how much of it is rarity. Band: deviation between prompts.", depth,
-               legend_of_groups("unique", "needle", "planted"), columns=2, size=(4.0, 2.9), alt="gap by layer"),
+               legend_of_groups("unique", "needle", "planted"), size=(4.0, 2.9), alt="gap by layer"),
         Figure("alignment_tokens", "Alignment of tokens, all layers pooled",
                "Share of a key's centred energy in the top 16 directions.", pooled,
-               legend_of_groups("distractor", "unique", "planted"), columns=2, size=(4.0, 2.7),
+               legend_of_groups("distractor", "unique", "planted"), size=(4.0, 2.7),
                alt="histograms of alignment"),
         Figure("alignment_heads", "Gap by layer and head", "Blue: negative, as assumed; red: positive.", heads,
-               columns=2, size=(4.0, 3.6), alt="gap by layer and head"),
+               size=(4.0, 3.6), alt="gap by layer and head"),
     ]  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
     """The answer in one sentence, then the headline claims."""
     quality = [v for v in verdicts if v.claim["kind"] == "score"]
     tried = [v for v in quality if v.ours != claims.NOT_RUN]
-    cost = [v for v in verdicts if v.claim["kind"] == "cost" and v.ours != claims.NOT_RUN]
+    shown = [v for v in verdicts if v.claim.get("headline") and v.ours != claims.NOT_RUN] or tried[:4]
     parts: list[Any] = []
     if not found.sources:
         return [Text("Nothing was run, so nothing can be said.")]
@@ -169,7 +169,7 @@ def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
             Text(
                 "**Not known yet.** No pair of models, one with CCQ and one without, has been trained and evaluated "
                 "among these results, so they say nothing about whether CCQ helps."
-                + (" They do say what it costs:" if cost else "")
+                + (" What they do say:" if shown else "")
             )
         )
     else:
@@ -182,8 +182,11 @@ def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
         parts.append(
             Text(f"**Of {len(tried)} {word} about quality that were tried here, {', '.join(said)}.** The main ones:")
         )
-    shown = [v for v in verdicts if v.claim.get("headline") and v.ours != claims.NOT_RUN] or tried[:4]
-    items = [f"**{v.verdict}**: {full(v, verdicts)}. Here {v.ours}; the paper {v.paper}." for v in shown]
+    words = {FAILS: "Does not hold"}
+    items = []
+    for v in shown:
+        word = words.get(v.verdict, v.verdict.capitalize())
+        items.append(f"**{word}**: {full(v, verdicts)}. Here: {v.ours}. The paper: {v.paper}.")
     return parts + ([Items(items)] if items else [])
 
 
@@ -238,11 +241,15 @@ def keys(found: Collection, paper: papers.Paper) -> list[Any]:
         )
     ]
     drawn = [*figures.diagnostics(found, paper), *optional(figures.gates(found))]
-    told = [f"{fact['what']}: {fact['value']} ({fact['where']})" for name, fact in paper.facts.items()
+    told = [f"{fact['what']}: {minus(fact['value'])} ({fact['where']})" for name, fact in paper.facts.items()
             if name.startswith(("gap", "lam", "off"))]  # fmt: skip
     parts += drawn or [Text("Here: not run yet.", "soft")]
     parts.append(Details("What the paper's text gives", [Items(told)]))
     return parts
+
+
+def minus(value: float) -> str:
+    return str(value).replace("-", "−")
 
 
 def sources(found: Collection) -> list[Any]:

@@ -158,6 +158,9 @@ def test_alignment_gate_and_intervention_are_read(everything):
     assert found["Needle keys lie off the top 16 directions at every layer"].ours.startswith(
         "SmolLM2-135M: 4 of 4, mean −"
     )
+    rarity = found["... and further off than equally rare tokens that no question asks for: more than rarity"]
+    assert rarity.verdict == claims.FAILS  # made of the same tokens
+    assert "mean +0.000" in rarity.ours
     gate = found["The gate opens further where a needle is retrieved than on ordinary text"]
     assert gate.ours == "ccq-gla-nano-seed0: 0.300 against 0.200"
     off = found["Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"]
