@@ -199,9 +199,9 @@ def check_vocabulary(model, asked: RequestSet) -> None:
     size = model.get_input_embeddings().weight.shape[0]
     largest = int(asked.tokens.max(initial=0))
     if largest >= size:
-        raise EvaluationError(
-            f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: is the tokenizer its own?"
-        )
+        vocabulary = asked.settings.get("vocabulary")  # of a suite that makes its own tokens
+        why = f"its vocabulary is {vocabulary:,} tokens" if vocabulary else "is the tokenizer its own?"
+        raise EvaluationError(f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: {why}")
 
 
 def finish(module, suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name, model) -> dict:
