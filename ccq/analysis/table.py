@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from ccq.bench.results import RESULTS
+from ccq.bench.table import filled
 
 PAGE = RESULTS.parents[1] / "docs" / "analysis.md"
 FIGURES = PAGE.parent / "figures"
@@ -77,17 +78,8 @@ def control_table() -> str:
 TABLES = {"gap": gap_table, "control": control_table}
 
 
-def filled(text: str) -> str:
-    """`text` with every named table put in."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
-    return text
-
-
 def main(page: Path = PAGE) -> None:
-    page.write_text(filled(page.read_text()))
+    page.write_text(filled(page.read_text(), TABLES))
     if "--figures" in sys.argv:
         from ccq.analysis import figures
 
