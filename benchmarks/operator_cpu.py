@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ import torch
 import ccq
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.ops import chunk, correction
+from ccq.provenance import cpu
 
 B, H, K = 1, 4, 64
 
@@ -170,13 +170,8 @@ def rounding(length: int, mean_energy: float) -> dict:
 
 def machine() -> dict:
     """The CPU, and how busy it is: others at work on it spoil the ratios too."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
     return {
-        "cpu": model,
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_before": round(os.getloadavg()[0], 2),

@@ -13,7 +13,7 @@ import torch
 
 from ccq.analysis.errors import AnalysisError
 from ccq.evaluate import DTYPES
-from ccq.evaluate.results import origin
+from ccq.provenance import provenance
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -88,7 +88,7 @@ def slug(name: str) -> str:
 
 def write(path: Path, content: dict) -> None:
     """The result with its origin; a list of numbers takes one line."""
-    text = json.dumps(content | {"provenance": origin()}, indent=1, allow_nan=False)
+    text = json.dumps(content | {"provenance": provenance()}, indent=1, allow_nan=False)
     text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")

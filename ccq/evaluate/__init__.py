@@ -21,13 +21,13 @@ from ccq.evaluate.results import (
     Progress,
     Responses,
     model_hash,
-    origin,
     read_result,
     tokenizer_hash,
     write_json,
     write_rows,
 )
 from ccq.ops.dispatch import nearest
+from ccq.provenance import provenance
 
 # name: (module, what it is). A module has build(options, tokenizer) -> RequestSet, and
 # metrics(asked, answers, options, tokenizer) -> (sample rows, scores).
@@ -238,7 +238,7 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
         "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
         "seconds": seconds,
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
-        **origin(),
+        **provenance(),
     }
     if shared := responses.answers.get("shared_prefill"):
         result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}

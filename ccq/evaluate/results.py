@@ -10,7 +10,6 @@ samples/                frozen samples, where they are drawn
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -20,11 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ccq.bench.results import provenance
 from ccq.evaluate.errors import EvaluationError
-
-PACKAGES = ("transformers", "tokenizers", "lm_eval", "nltk", "wonderwords", "rouge", "datasets", "numpy")
-PATHS = ("--out", "--data")  # options whose values are nobody else's
 
 
 def model_hash(model: torch.nn.Module) -> str:
@@ -49,23 +44,6 @@ def tokenizer_hash(tokenizer) -> str | None:
     special = json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True)
     probe = json.dumps(tokenizer("a b").input_ids)  # whether a token is put first or last is not in the rules
     return hashlib.sha256(f"{rules}\n{special}\n{probe}".encode()).hexdigest()
-
-
-def origin() -> dict:
-    """`provenance` with the packages that decide an evaluation, and no path of this machine."""
-    told = provenance()
-    words = told["command"].split(" ")
-    for option in PATHS:
-        for at, word in enumerate(words[:-1]):
-            if word == option:
-                words[at + 1] = option.strip("-").upper()
-    told["command"] = " ".join(Path(word).name if word.startswith("/") else word for word in words)
-    for package in PACKAGES:
-        try:
-            told["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return told
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -9,7 +9,7 @@ What is damaged or unfinished is named, and the rest is still there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ccq.report.systems import LABELS, System, from_config, from_name
 
 # folders that hold no results
 SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "samples", "node_modules", "__pycache__"}
+PARTS = ("data.json", "provenance.json")  # of a run's folder, read with its config.json or not at all
 LARGEST = 64 * 2**20  # bytes of a JSON that is opened
 ANALYSES = ("alignment", "gate", "intervene", "margin")
 # kind of benchmark: what its rows have
@@ -42,6 +43,7 @@ class Source:
     system: System | None = None
     seed: int | None = None
     records: list[dict] = field(default_factory=list)  # of a run: its log
+    origins: list[dict] = field(default_factory=list)  # of a run: one each time that it was begun or went on
     number: int = 0  # of its footnote
 
     @property
@@ -53,20 +55,17 @@ class Source:
     @property
     def origin(self) -> dict[str, Any]:
         """Commit, versions, date, hardware, command, as far as they are known."""
+        if self.kind == "run":
+            return self.origins[-1] if self.origins else {}
         return self.content.get("provenance") or self.content
 
     @property
     def commit(self) -> str:
-        commit = self.origin.get("commit")
-        return f"{commit[:7]}{', with changes' if self.origin.get('dirty') else ''}" if commit else "unknown"
+        return then(commit_of(origin) for origin in self.origins or [self.origin])
 
     @property
     def hardware(self) -> str:
-        if self.origin.get("gpu"):
-            return self.origin["gpu"]
-        if self.origin.get("cpu"):
-            return f"{self.origin['cpu']}, {self.origin.get('cores', '?')} cores"
-        return "CPU" if self.origin.get("versions") else "unknown"
+        return then(hardware_of(origin) for origin in self.origins or [self.origin])
 
     @property
     def date(self) -> str:
@@ -83,6 +82,25 @@ class Source:
     @property
     def last_step(self) -> int:
         return max((int(record["step"]) for record in self.records), default=0)
+
+
+def then(parts: Iterable[str]) -> str:
+    """Of a run that went on elsewhere all of them, in order."""
+    return ", then ".join(dict.fromkeys(parts))
+
+
+def commit_of(origin: dict[str, Any]) -> str:
+    commit = origin.get("commit")
+    return f"{commit[:7]}{', with changes' if origin.get('dirty') else ''}" if commit else "unknown"
+
+
+def hardware_of(origin: dict[str, Any]) -> str:
+    count = f"{origin['processes']} x " if origin.get("processes", 1) > 1 else ""
+    if origin.get("gpu"):
+        return f"{count}{origin['gpu']}"
+    if origin.get("cpu"):
+        return f"{origin['cpu']}, {origin.get('cores', '?')} cores"
+    return "CPU" if origin.get("versions") else "unknown"
 
 
 @dataclass
@@ -102,14 +120,15 @@ class Collection:
         if quick:
             names = ", ".join(f"{s.name} (first {s.content.get('limit')})" for s in quick)
             notes.append(f"Quick looks, not whole suites: {names}.")
-        commits = sorted({str(s.origin["commit"])[:7] for s in self.sources if s.origin.get("commit")})
+        origins = [origin for s in self.sources for origin in s.origins or [s.origin]]
+        commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
         if len(commits) > 1:
             notes.append(f"Results of {len(commits)} commits are mixed here: {', '.join(commits)}.")
         for package in ("ccq", "torch", "fla-core"):
-            versions = {s.origin["versions"].get(package) for s in self.sources if s.origin.get("versions")} - {None}
+            versions = {o["versions"].get(package) for o in origins if o.get("versions")} - {None}
             if len(versions) > 1:
                 notes.append(f"Results of several versions of {package} are mixed here: {', '.join(sorted(versions))}.")
-        changed = [s.name for s in self.sources if s.origin.get("dirty")]
+        changed = [s.name for s in self.sources if any(o.get("dirty") for o in s.origins or [s.origin])]
         if changed:
             notes.append(f"Made from a working tree with changes that are not committed: {', '.join(changed)}.")
         for suite in dict.fromkeys(s.detail for s in self.of("eval")):
@@ -153,6 +172,8 @@ def files(path: Path) -> Iterator[Path]:
 
 def take(file: Path, found: Collection) -> None:
     short = "/".join(file.parts[-2:])
+    if file.name in PARTS and file.with_name("config.json").exists():
+        return
     if file.suffix == ".jsonl" and file.parent.name == "responses":
         if not file.parent.parent.joinpath(f"{file.stem}.json").exists():
             answers = file.read_bytes().count(b"\n")
@@ -228,6 +249,14 @@ def check(content: dict, model: bool = True) -> None:
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
     source = Source("run", "", folder, config)
     source.system, source.seed = from_config(config, folder.name)
+    told = folder / "provenance.json"
+    try:
+        source.origins = json.loads(told.read_text()) if told.exists() else []
+        for origin in source.origins:
+            check({"provenance": origin}, model=False)
+    except (ValueError, TypeError, AttributeError) as error:
+        source.origins = []
+        found.problems.append(f"{folder.name}/provenance.json is damaged and left out: {str(error).splitlines()[0]}.")
     log = folder / "log.jsonl"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):

@@ -4,6 +4,7 @@ config.json    the resolved config            log.jsonl      what was logged
 data.json      what data it was trained on    tensorboard/   the same for TensorBoard
 checkpoints/   see checkpoint.py              tokenizer/     where the data has one
 lock           held while a process trains
+provenance.json   where, when and by what it was trained: a list, one more whenever it goes on
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import IO
 
 from ccq.data.shards import TokenShards, write_atomically
+from ccq.provenance import provenance
 from ccq.train import RunError
 from ccq.train import config as configs
 from ccq.train.config import Config
 
-CONFIG, DATA, LOG, LOCK, CHECKPOINTS, TOKENIZER = (
-    "config.json", "data.json", "log.jsonl", "lock", "checkpoints", "tokenizer",
+CONFIG, DATA, LOG, LOCK, CHECKPOINTS, TOKENIZER, PROVENANCE = (
+    "config.json", "data.json", "log.jsonl", "lock", "checkpoints", "tokenizer", "provenance.json",
 )  # fmt: skip
 
 
@@ -90,3 +92,11 @@ def claim(folder: Path, config: Config) -> None:
             os.rename(copy, folder / TOKENIZER)
     write_atomically(folder / DATA, json.dumps(data, indent=1).encode())
     write_atomically(path, configs.to_json(config).encode())
+
+
+def note_origin(folder: Path, step: int) -> None:
+    """Say where the run goes on from `step`; it may be another machine, or other code, than it began with."""
+    path = folder / PROVENANCE
+    before = json.loads(path.read_text()) if path.exists() else []
+    kept = [part for part in before if part["step"] < step]  # what came after is trained again
+    write_atomically(path, json.dumps([*kept, {"step": step, **provenance()}], indent=1).encode())

@@ -190,6 +190,8 @@ class Run:
             trainer.loaded(state)
         start = trainer.progress["step"]
         self.log.open(start)
+        if self.world.main:
+            folder.note_origin(self.run, start)
         self.log.say(f"resumed at step {start}" if start else self.headline())
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
         pinned = self.world.device.type == "cuda"

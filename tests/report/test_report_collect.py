@@ -25,7 +25,7 @@ def test_kinds_are_told_by_content_not_by_name(tmp_path):
     benches = [("bench", kind) for kind in ("decode", "decode-op", "layer", "op", "operator-cpu", "prefill")]
     assert kinds == [("analysis", "alignment"), *benches, ("eval", "niah"), ("run", "")]
     assert found.problems == found.unfinished == []
-    assert len(found.ignored) == 3  # the two, and the run's data.json
+    assert len(found.ignored) == 2
 
 
 def test_a_file_a_folder_and_the_same_again_count_once(tmp_path):
