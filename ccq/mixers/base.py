@@ -133,12 +133,16 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def make_mixer(config: CCQConfig, layer: int) -> Mixer:
-    """The mixer of one layer, by `config.mixer`."""
+    """The mixer of one layer, by `config.mixer`; with `base_conv_size`, layers 0, 2, ... are zoology's BaseConv."""
     if config.mixer not in MIXERS:
         known = tuple(MIXERS)
         raise ValueError(
             f"mixer: expected one of {', '.join(known)}, got {config.mixer!r}.{nearest(config.mixer, known)}"
         )
+    if config.base_conv_size is not None and layer % 2 == 0:
+        from ccq.mixers.base_conv import BaseConv  # a Mixer itself
+
+        return BaseConv(config, layer)
     return MIXERS[config.mixer](config, layer)
 
 

@@ -1,6 +1,6 @@
 """The short convolution before the recurrence: each channel looks at its last W tokens.
 
-    y_t = silu( sum_{i<W} weight_i x_{t-W+1+i} + bias )
+    y_t = silu( sum_{i<W} weight_i x_{t-W+1+i} + bias )          (without the SiLU in zoology's BaseConv)
 
 B batch, N sequences (B of them, or packed ones), T tokens, C channels, W width. The state holds the last W - 1 inputs.
 """
@@ -21,9 +21,9 @@ from ccq.ops.reference import stats_dtype
 class ShortConv(nn.Module):
     """Causal depthwise convolution of width W, then SiLU; it does not look over the border of a sequence."""
 
-    def __init__(self, channels: int, width: int, bias: bool = False, std: float = 0.02) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = False, std: float = 0.02, silu: bool = True) -> None:
         super().__init__()
-        self.std = std
+        self.std, self.silu = std, silu
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
@@ -46,9 +46,9 @@ class ShortConv(nn.Module):
 
             if state is not None:  # fla keeps W inputs and reads the last W - 1 of them
                 state = F.pad(state, (1, 0))
-            weight = self.weight.squeeze(1)
+            weight, activation = self.weight.squeeze(1), "silu" if self.silu else None
             return causal_conv1d(
-                x, weight, self.bias, initial_state=state, activation="silu", cu_seqlens=seqs.cu_seqlens
+                x, weight, self.bias, initial_state=state, activation=activation, cu_seqlens=seqs.cu_seqlens
             )[0]
         length, channels = x.shape[1:]
         before = x.new_zeros(seqs.count, past, channels) if state is None else state.mT.to(x.dtype)
@@ -71,21 +71,21 @@ class ShortConv(nn.Module):
             y = y.index_select(1, tokens - past)
         if self.bias is not None:
             y = y + self.bias.to(high)
-        return F.silu(y).to(x.dtype)
+        return (F.silu(y) if self.silu else y).to(x.dtype)
 
     def step(self, x: Float[Tensor, "B C"], state: Float[Tensor, "B C W1"], backend: str = "auto") -> Tensor:
         """y [B, C] for one more token of each sequence; `state` is updated in place."""
         if resolve(backend, x.device, x.dtype, 1) == "triton":
             from ccq.mixers import fused_conv  # imports Triton
 
-            return fused_conv.step(x, state, self.weight, self.bias)
+            return fused_conv.step(x, state, self.weight, self.bias, self.silu)
         high = stats_dtype(x.dtype)
         window = torch.cat([state, x[..., None].to(state.dtype)], -1)
         state.copy_(window[..., 1:])
         y = (window.to(high) * self.weight.squeeze(1).to(high)).sum(-1)
         if self.bias is not None:
             y = y + self.bias.to(high)
-        return F.silu(y).to(x.dtype)
+        return (F.silu(y) if self.silu else y).to(x.dtype)
 
 
 def owner(cu_seqlens: Tensor, length: int) -> Tensor:

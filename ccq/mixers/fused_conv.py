@@ -13,7 +13,7 @@ BLOCK = 256
 @triton.jit
 def _step(
     x, state, weight, bias, y, x_stride, state_stride, C,
-    PAST: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    PAST: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -31,10 +31,12 @@ def _step(
         tl.store(state + PAST - 1, new, mask=inside)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + sequence * C + channel, total * tl.sigmoid(total), mask=inside)
+    if SILU:
+        total = total * tl.sigmoid(total)
+    tl.store(y + sequence * C + channel, total, mask=inside)
 
 
-def step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool = True) -> Tensor:
     """y [B, C] for x [B, C], state [B, C, W-1] (updated in place; channels of a larger one), weight [C, 1, W]."""
     batch, channels = x.shape
     if state.numel() and state.stride()[1:] != (state.shape[2], 1):
@@ -44,6 +46,6 @@ def step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     grid = (batch, triton.cdiv(channels, BLOCK))
     _step[grid](
         x, state, weight, bias, y, x.stride(0), state.stride(0), channels,
-        PAST=weight.shape[-1] - 1, HAS_BIAS=bias is not None, BLOCK=BLOCK,
+        PAST=weight.shape[-1] - 1, HAS_BIAS=bias is not None, SILU=silu, BLOCK=BLOCK,
     )  # fmt: skip
     return y

@@ -56,6 +56,7 @@ class CCQConfig(PretrainedConfig):
     key_size: int = 256  # of a head (attention: hidden_size / num_heads, and the next one too)
     value_size: int = 512
     conv_size: int | None = None  # width of the short convolution of q, k and v; None: none
+    base_conv_size: int | None = None  # layers 0, 2, ... are zoology's gated convolutions of this width, not the mixer
     feature_map: str = "identity"  # or "hedgehog": softmax of [2x, -2x], x a learned map of q or k
     feature_map_size: int = 128  # of that x, so that there are twice as many features
     output_gate: bool = True

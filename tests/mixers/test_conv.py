@@ -21,9 +21,9 @@ CLOSE = 10 * TOLERANCE[torch.float64]
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 
-def make(width: int = 4, bias: bool = False, dtype: torch.dtype = torch.float64) -> ShortConv:
+def make(width: int = 4, bias: bool = False, dtype: torch.dtype = torch.float64, silu: bool = True) -> ShortConv:
     torch.manual_seed(width)
-    conv = ShortConv(C, width, bias=bias, std=0.5).to(dtype)
+    conv = ShortConv(C, width, bias=bias, std=0.5, silu=silu).to(dtype)
     if bias:
         torch.nn.init.normal_(conv.bias)
     return conv
@@ -38,14 +38,17 @@ def truth(conv: ShortConv, x: Tensor, state: Tensor | None = None) -> tuple[Tens
     past = conv.weight.shape[-1] - 1
     before = x.new_zeros(x.shape[0], C, past) if state is None else state
     inputs = torch.cat([before, x.mT], -1)
-    y = F.silu(F.conv1d(inputs, conv.weight, conv.bias, groups=C)).mT
-    return y, inputs[..., inputs.shape[-1] - past :]
+    y = F.conv1d(inputs, conv.weight, conv.bias, groups=C).mT
+    return F.silu(y) if conv.silu else y, inputs[..., inputs.shape[-1] - past :]
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 20])
-@pytest.mark.parametrize(("width", "bias"), [(4, False), (4, True), (2, False), (1, True), (3, True)])
-def test_same_as_conv1d(T, width, bias):
-    conv, seqs = make(width, bias), Sequences(2)
+@pytest.mark.parametrize(
+    ("width", "bias", "silu"),
+    [(4, False, True), (4, True, True), (2, False, True), (1, True, True), (3, True, True), (3, True, False)],
+)
+def test_same_as_conv1d(T, width, bias, silu):
+    conv, seqs = make(width, bias, silu=silu), Sequences(2)
     forward, final = checked(conv.forward), checked(final_state)
     for state in (None, draw(2, C, width - 1, seed=1).requires_grad_()):
         x = draw(2, T, C).requires_grad_()
@@ -85,12 +88,12 @@ def test_packed_sequences_do_not_see_each_other(lengths, started):
         assert_close("gradient", a, b, CLOSE)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize(("width", "silu"), [(1, True), (2, True), (4, True), (3, False)])
 @pytest.mark.parametrize("backend", ["chunk", "triton"])
-def test_steps_are_the_convolution(width, backend):
+def test_steps_are_the_convolution(width, silu, backend):
     """The kernel runs in Triton's interpreter here."""
     dtype = torch.float64 if backend == "chunk" else torch.float32
-    conv, x = make(width, bias=True, dtype=dtype), draw(3, 7, C).to(dtype)
+    conv, x = make(width, bias=True, dtype=dtype, silu=silu), draw(3, 7, C).to(dtype)
     ref, final = truth(conv, x)
     # channels of a larger state, as q, k and v have them
     every = torch.full((3, C + 4, width - 1), 7.0, dtype=dtype)

@@ -26,10 +26,16 @@ SYSTEMS = (
     "ccq-deltanet",
     "ccq-mamba2",
     "ccq-gla-hedgehog",
+    "ccq-gla+base-conv",  # as zoology's recall models: its convolution in layer 0, the mixer in layer 1
 )
 
 # fp32 logits of one model along two paths differ by less: they are of size 1, and err by 1e-5 from fp64
 CLOSE = 3e-5
+
+
+def make_config(system: str, size: str = "tiny", **changes) -> CCQConfig:
+    name, _, base_conv = system.partition("+")
+    return CCQConfig.preset(f"{name}-{size}", **({"base_conv_size": 3} if base_conv else {}), **changes)
 
 
 def make_model(system: str, seed: int = 0, **changes) -> CCQForCausalLM:
@@ -38,7 +44,7 @@ def make_model(system: str, seed: int = 0, **changes) -> CCQForCausalLM:
     settings = {"initializer_range": 0.1, "gate_init": 0.5, **changes}
     if system == "transformer":
         settings.setdefault("num_kv_heads", 2)
-    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", **settings)).eval()
+    model = CCQForCausalLM(make_config(system, **settings)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("gate_weight"):

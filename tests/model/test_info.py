@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_helpers import SYSTEMS, make_model, tokens
+from model_helpers import SYSTEMS, make_config, make_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from ccq import cli
@@ -43,7 +43,7 @@ def test_flops_are_those_of_the_products(system):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_has_numbers(system):
-    x = info(CCQConfig.preset(f"{system}-nano"))
+    x = info(make_config(system, "nano"))
     assert x.forward_flops > 2 * x.body * 0.9
     assert x.training_bytes(1) > 16 * x.body
 

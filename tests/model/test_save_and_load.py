@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from model_helpers import SYSTEMS, make_model, shared_model, tokens
+from model_helpers import SYSTEMS, make_config, make_model, shared_model, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -166,7 +166,7 @@ def test_an_index_that_lost_a_tensor_raises(tmp_path):
 def test_initialisation(system):
     """Linears and embeddings as the config says, the rest as its module says, and again on what was meta."""
     torch.manual_seed(0)
-    config = CCQConfig.preset(f"{system}-tiny", initializer_range=0.3)
+    config = make_config(system, initializer_range=0.3)
     model = CCQForCausalLM(config)
     with torch.device("meta"):
         empty = CCQForCausalLM(config)
