@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+from ccq.data.mqar import TEST
 from ccq.train.config import Config, Data, Optimizer, System, preset
 
-BILLION = 10**9
+MILLION, BILLION = 10**6, 10**9
 
 # -- sizes: the model's, the data and how it is trained ---------------------------------------------------------------
 
@@ -41,13 +43,17 @@ def paper(name: str, batch_tokens: int, tokens: int) -> Config:
 
 
 def size_nano(system: str) -> Config:
-    """tens of millions of parameters on text, one GPU, minutes: 0.26B tokens; needs --data.path"""
+    """tens of millions of parameters, one GPU, minutes: 0.1B tokens, 32,768 a step, 4K context; needs --data.path
+
+    The paper's settings but for the batch and the warm-up, 5% of the steps: its own would not fit so few tokens.
+    """
+    length, batch_tokens, steps = 4096, 32_768, 100 * MILLION // 32_768 + 1
     return Config(
         model=preset(f"{system}-nano"),
-        data=Data(source="tokens", length=2048, batch=64),
-        optimizer=Optimizer(lr=2e-3, warmup=100),
-        system=System(micro_batch=16, validate_every=250, sample_every=500),
-        steps=2000,
+        data=Data(source="tokens", length=length, batch=batch_tokens // length),
+        optimizer=Optimizer(lr=2e-3, warmup=steps // 20, betas=(0.9, 0.95), weight_decay=0.1, clip=1.0),
+        system=System(micro_batch=8, validate_every=500, sample_every=1000),
+        steps=steps,
         dtype="bf16",
     )
 
@@ -65,16 +71,44 @@ def size_pico(system: str) -> Config:
 
 
 def size_mqar(system: str) -> Config:
-    """recall at zoology's settings, 32 epochs; sweep --optimizer.lr, which decides more than the system does"""
-    model = preset(f"{system}-tiny", vocab_size=8192, hidden_size=128, intermediate_size=None, key_size=64,
-                   value_size=64, state_size=64, head_size=64)  # fmt: skip
+    """recall at zoology's settings, width 128, 2,000 steps; the learning rate decides much: see `ccq sweep`"""
+    return zoology(system, 128)
+
+
+def size_mqar64(system: str) -> Config:
+    """the same at width 64"""
+    return zoology(system, 64)
+
+
+def size_mqar256(system: str) -> Config:
+    """the same at width 256"""
+    return zoology(system, 256)
+
+
+def zoology(system: str, width: int) -> Config:
+    """zoology's recall models, data and optimizer; docs/training.md says what is the same and what is not.
+
+    Two layers of two heads, no MLP, tied embeddings: a gated convolution, then the mixer (Mamba2, which has a
+    convolution of its own: twice the mixer). Sizes of keys and values and the output gate are those of its layers.
+    """
+    head = width // 2
+    shape: dict[str, Any] = {
+        "transformer": {},
+        "mamba2": {"base_conv_size": None, "state_size": 16, "head_size": 64},
+        "deltanet": {"key_size": head, "value_size": head, "output_gate": False},
+        "gated-deltanet": {"key_size": head, "value_size": 2 * head, "output_gate": False},
+    }.get(system, {"key_size": head // 2, "value_size": head, "feature_map_size": head // 4})
+    model = preset(f"{system}-tiny", **{
+        "vocab_size": 8192, "hidden_size": width, "intermediate_size": None, "num_hidden_layers": 2, "num_heads": 2,
+        "base_conv_size": 3, "tie_word_embeddings": True, **shape,
+    })  # fmt: skip
     return Config(
         model=model,
-        data=Data(source="mqar", batch=256, valid_slices=((64, 4, 500), (256, 16, 500), (256, 64, 500))),
-        optimizer=Optimizer(lr=3e-3, warmup=500),
-        system=System(micro_batch=256, validate_every=1000),
-        steps=32 * 180_000 // 256,
-        dtype="fp32",
+        data=Data(source="mqar", batch=256, valid_slices=tuple((s.length, s.pairs, 256) for s in TEST)),
+        optimizer=Optimizer(lr=3.16e-3, warmup=0, betas=(0.9, 0.999), weight_decay=0.1, clip=None),
+        system=System(micro_batch=256, validate_every=250),
+        steps=2000,
+        dtype="bf16",
     )
 
 
@@ -102,6 +136,8 @@ SIZES: dict[str, Callable[[str], Config]] = {
     "nano": size_nano,
     "pico": size_pico,
     "mqar": size_mqar,
+    "mqar64": size_mqar64,
+    "mqar256": size_mqar256,
     "tiny": size_tiny,
 }
 
@@ -133,6 +169,11 @@ def gated_deltanet(size: str) -> Config:
     return SIZES[size]("gated-deltanet")
 
 
+def deltanet(size: str) -> Config:
+    """DeltaNet: the delta rule without forgetting"""
+    return SIZES[size]("deltanet")
+
+
 def ccq_gla(size: str) -> Config:
     """GLA + CCQ"""
     config = gla(size)
@@ -154,6 +195,48 @@ def gla_unit(size: str) -> Config:
     return config
 
 
+def gla_unit_equal_state(size: str) -> Config:
+    """unit GLA with keys so much longer that its state is as large as CCQ-GLA's with the covariance"""
+    config = gla_unit(size)
+    config.model.key_size += config.model.key_size**2 // config.model.value_size
+    return config
+
+
+def gla_current_key(size: str) -> Config:
+    """unit GLA with Comba's read: q - d k of the same token, d learned"""
+    config = gla_unit(size)
+    config.model.current_key_read = True
+    return config
+
+
+def ccq_gla_open(size: str) -> Config:
+    """CCQ-GLA whose gate starts at 0.5 instead of 0.01"""
+    config = ccq_gla(size)
+    config.model.gate_init = 0.5
+    return config
+
+
+def ccq_gla_uncentred(size: str) -> Config:
+    """CCQ-GLA, the mean of the keys not taken away"""
+    config = ccq_gla(size)
+    config.model.centred = False
+    return config
+
+
+def ccq_gla_fixed_lam(size: str) -> Config:
+    """CCQ-GLA with lam = 0.1 without a gate"""
+    config = ccq_gla(size)
+    config.model.fixed_lam = 0.1
+    return config
+
+
+def ccq_gla_stats(size: str) -> Config:
+    """cleaning without the norm: q and k as GLA has them, unit keys in the covariance only"""
+    config = ccq_gla(size)
+    config.model.normalize = "stats"
+    return config
+
+
 def ccq_gla_no_decay(size: str) -> Config:
     """CCQ-GLA whose gate's bias does not decay: what opens it then is its gradient"""
     config = ccq_gla(size)
@@ -165,6 +248,13 @@ def ccq_gated_deltanet_no_decay(size: str) -> Config:
     """CCQ-Gated DeltaNet whose gate's bias does not decay"""
     config = ccq_gated_deltanet(size)
     config.model.decay_gate_bias = False
+    return config
+
+
+def ccq_gated_deltanet_open(size: str) -> Config:
+    """CCQ-Gated DeltaNet whose gate starts at 0.5"""
+    config = ccq_gated_deltanet(size)
+    config.model.gate_init = 0.5
     return config
 
 
@@ -184,7 +274,9 @@ def ccq_gated_deltanet_fixed_lam(size: str) -> Config:
 
 PAPER = (transformer, mamba2, gla, gla_hedgehog, gated_deltanet, ccq_gla, ccq_gated_deltanet)
 CONTROLS = (
-    gla_unit, ccq_gla_no_decay, ccq_gated_deltanet_no_decay, ccq_gated_deltanet_uncentred, ccq_gated_deltanet_fixed_lam,
+    gla_unit, gla_unit_equal_state, gla_current_key, deltanet,
+    ccq_gla_open, ccq_gla_no_decay, ccq_gla_uncentred, ccq_gla_fixed_lam, ccq_gla_stats,
+    ccq_gated_deltanet_open, ccq_gated_deltanet_no_decay, ccq_gated_deltanet_uncentred, ccq_gated_deltanet_fixed_lam,
 )  # fmt: skip
 SYSTEMS = {make.__name__: make for make in (*PAPER, *CONTROLS)}
 
