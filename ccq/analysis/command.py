@@ -20,7 +20,10 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def add_model_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs=nargs, help="a from_pretrained folder, a .gguf file, or a name on the Hub"
+        "model",
+        metavar="MODEL",
+        nargs=nargs,
+        help="a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub",
     )
     parser.add_argument("--device", default=HERE, help="(here: %(default)s)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 elsewhere")

@@ -28,6 +28,7 @@ from ccq.evaluate.results import (
 )
 from ccq.ops.dispatch import nearest
 from ccq.provenance import provenance
+from ccq.shipped import ModelError, locate, names
 
 # name: (module, what it is). A module has build(options, tokenizer) -> RequestSet, and
 # metrics(asked, answers, options, tokenizer) -> (sample rows, scores).
@@ -59,6 +60,8 @@ class Options:
     seed: int = 42
     sizing: str = "largest"
     keys: str = "all"
+    slices: tuple[tuple[int, int, int], ...] | None = None
+    recall_vocab_size: int | None = None
     batch_size: int | None = None
     prefill: str = "auto"
     stage: str = "all"
@@ -124,7 +127,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
 
 
 def check_tasks(module, suite: str, options: Options) -> None:
-    known = tuple(getattr(module, {"length": "CORPORA", "longbench": "PROMPTS"}.get(suite, "TASKS"), ()))
+    known = tuple(getattr(module, {"niah": "KNOWN", "length": "KNOWN", "longbench": "PROMPTS"}.get(suite, "TASKS"), ()))
     for task in options.tasks or ():
         if task not in known:
             raise EvaluationError(f"--tasks: {suite} has no {task!r}.{nearest(task, known)} It has: {', '.join(known)}")
@@ -288,7 +291,7 @@ def table(result: dict) -> str:
 
 
 def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, weights: bool = True, text: bool = True):
-    """(model or None, tokenizer or None) of a folder or a name on the Hub."""
+    """(model or None, tokenizer or None) of a shipped model, a folder, or a name on the Hub."""
     import contextlib
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -297,6 +300,7 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("ccq.model")  # registers ours
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     folder = Path(name)
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise EvaluationError(f"{name} is not there: expected a from_pretrained folder, or a name on the Hub")
@@ -304,11 +308,15 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
         raise EvaluationError(
             f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)"
         )
+    try:
+        where = locate(name)
+    except ModelError as error:
+        raise EvaluationError(str(error)) from error
     found_tokenizer = None
     found_model: Any = None
     if text:
         try:
-            found_tokenizer = AutoTokenizer.from_pretrained(tokenizer or name)
+            found_tokenizer = AutoTokenizer.from_pretrained(tokenizer or where)
         except Exception as error:
             if tokenizer is not None:
                 raise EvaluationError(f"--tokenizer: {tokenizer} could not be loaded ({first_line(error)})") from error
@@ -316,12 +324,12 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
             found_tokenizer = None  # transformers makes an empty one for a folder that has none
     if weights:
         try:
-            found_model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            found_model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
             found_model = found_model.to(device).eval()
         except Exception as error:
             raise EvaluationError(
                 f"{name} could not be loaded as a causal LM ({first_line(error)}): expected a from_pretrained folder, "
-                "or a name on the Hub and a network"
+                f"a model that ships ({', '.join(names()) or 'none does'}), or a name on the Hub and a network"
             ) from error
     return found_model, found_tokenizer
 
@@ -340,6 +348,20 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
+    """
+    >>> recall_slices("64x4x1000,128x8x500")
+    ((64, 4, 1000), (128, 8, 500))
+    """
+    try:
+        slices = tuple(tuple(int(number) for number in part.split("x")) for part in text.split(","))
+    except ValueError:
+        slices = ()
+    if not slices or any(len(part) != 3 or min(part) < 1 for part in slices):
+        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES with commas between, got {text!r}")
+    return slices
+
+
 def positive(text: str) -> int:
     (value,) = whole_numbers(text)[:1]
     return value
@@ -353,11 +375,13 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a from_pretrained folder (ccq export) or a name on the Hub")
+    add("model", metavar="MODEL", help="a shipped model, a from_pretrained folder (ccq export), or a name on the Hub")
     add("--suite", default="lm,niah,length,longbench", help="suites, with commas between (default: %(default)s)")
     add("--out", type=Path, required=True, help="folder of the results; an unfinished one there is resumed")
     add("--data", type=Path, help="folder of the evaluation data; without it, from the Hub")
     add("--lengths", type=whole_numbers, help="niah, length, mqar: lengths in tokens, with commas between")
+    add("--slices", type=recall_slices, help="mqar: instead of zoology's, such as 32x4x256: tokens, pairs, samples")
+    add("--recall-vocab-size", type=positive, help="mqar: tokens that samples are made of (default: 8192)")
     add("--max-length", type=whole_numbers, dest="max_lengths", help="lm (default 4096,8192), longbench (8192,4096)")
     add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
     add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")

@@ -21,6 +21,7 @@ from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, Request, RequestSet
 from ccq.evaluate.statistics import summary
+from ccq.shipped import book
 
 CORPORA = {  # name: file
     "govreport": "longdocs_govreport",
@@ -31,6 +32,8 @@ CORPORA = {  # name: file
     "code": "longdocs_python_code",
     "elife": "longdocs_elife_papers",
 }
+# also what ships with the package, where it is asked for
+KNOWN = (*CORPORA, "book")
 LENGTHS = tuple(range(4096, 20_481, 2048))
 SCORED = 2048  # tokens of the "same" view
 BLOCK = 512  # positions a point of the "position" view
@@ -39,6 +42,8 @@ FEW = 20  # windows below which a point is marked
 
 def documents(corpus: str, data: Path | None) -> list[str]:
     """Texts in their order, each once."""
+    if corpus == "book":
+        return book()["stories"]
     if data is not None:
         rows = sources.rows(sources.find(data, CORPORA[corpus], ["text"]), ["text"])
         return list(dict.fromkeys(row["text"] for row in rows))

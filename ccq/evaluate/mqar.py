@@ -1,4 +1,4 @@
-"""Multi-query associative recall, zoology's test slices: the share of keys whose value the model gives."""
+"""Multi-query associative recall, zoology's test slices or others: the share of keys whose value the model gives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
 from ccq.evaluate.statistics import average, summary
 
+VOCABULARY = 8192  # zoology's
+
 
 def build(options, tokenizer) -> RequestSet:
-    from ccq.data.mqar import MQAR, TEST
+    from ccq.data.mqar import MQAR, TEST, Slice
 
-    slices = [part for part in TEST if options.lengths is None or part.length in options.lengths]
+    all_slices = TEST if options.slices is None else [Slice(*part) for part in options.slices]
+    slices = [part for part in all_slices if options.lengths is None or part.length in options.lengths]
     if not slices:
-        known = sorted({part.length for part in TEST})
+        known = sorted({part.length for part in all_slices})
         raise EvaluationError(f"--lengths: MQAR has test slices of {known} tokens, got {list(options.lengths)}")
-    task = MQAR(slices=slices, split="test", seed=options.seed)
+    try:
+        task = MQAR(slices=slices, split="test", seed=options.seed, vocab_size=options.recall_vocab_size or VOCABULARY)
+        task.of(0, np.arange(1))
+    except ValueError as error:
+        raise EvaluationError(f"--slices, --recall-vocab-size: {error}") from error
     builder, names = Builder(), []
     for number, part in enumerate(task.slices):
         count = part.samples if options.limit is None else min(part.samples, options.limit)

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
 
+from ccq.shipped import locate
+
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq generate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "model", metavar="MODEL", help="folder of a checkpoint with its tokenizer, or a name on the Hub"
+        "model",
+        metavar="MODEL",
+        help="a shipped model, folder of a checkpoint with its tokenizer, or a name on the Hub",
     )
     parser.add_argument("--prompt", required=True, help="the text to go on from")
     parser.add_argument("--tokens", type=int, default=100, help="how many to add at most (default: %(default)s)")
@@ -67,10 +71,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """The tokenizer and the model in a folder, or of that name on the Hub."""
+    """The tokenizer and the model that ship under that name, lie in that folder, or have that name on the Hub."""
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"{name}: there is no such folder")
+    given, name = name, locate(name)
+    if name != given and dtype == "auto" and device == "cpu":
+        dtype = "float32"  # what ships is bf16, to be small, and CPUs are slow in it where they can compute it at all
+    folder = Path(name).expanduser()
     if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     else:

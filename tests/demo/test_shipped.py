@@ -1,0 +1,160 @@
+"""`ccq.load`: models by name, with every damage named; and the book."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ccq
+from ccq import shipped
+from ccq.cli import main
+
+
+def test_load_gives_the_weights_and_the_tokenizer_that_lie_there(ships, no_network):
+    model, tokenizer = ccq.load("ccq-gla-pico")
+    assert model.config.clean
+    assert not model.training
+    stored = load_file(ships / "ccq-gla-pico" / "model.safetensors")
+    assert {name for name, _ in model.named_parameters()} == stored.keys()
+    assert stored["lm_head.weight"].dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, stored[name].float())
+    assert tokenizer.decode(tokenizer("The harbour master").input_ids) == "The harbour master"
+
+
+def test_load_takes_a_dtype_and_a_folder(ships, tmp_path):
+    folder = tmp_path / "mine"
+    shutil.copytree(ships / "gla-pico", folder)
+    model, _ = ccq.load(str(folder), dtype=torch.float64)
+    assert model.dtype == torch.float64
+
+
+def test_a_folder_of_that_name_comes_first(ships, tmp_path, monkeypatch):
+    """As from_pretrained takes it; a file that was changed there is the user's own business."""
+    folder = tmp_path / "gla-pico"
+    shutil.copytree(ships / "ccq-gla-pico", folder)
+    monkeypatch.chdir(tmp_path)
+    assert shipped.locate("gla-pico") == "gla-pico"
+    assert ccq.load("gla-pico")[0].config.clean
+
+
+def test_names_are_those_with_a_manifest(ships):
+    assert shipped.names() == ("ccq-gla-pico", "gla-pico", "gla-unit-pico")
+
+
+def test_a_near_miss_is_named(ships):
+    with pytest.raises(shipped.ModelError, match=r"no model 'ccq-gla-pcio'. Did you mean 'ccq-gla-pico'\? These ship"):
+        ccq.load("ccq-gla-pcio")
+
+
+def test_a_name_that_nothing_is_like_may_be_on_the_hub(ships):
+    assert shipped.locate("someone/ccq-gla-pico") == "someone/ccq-gla-pico"
+    assert shipped.locate("gpt2") == "gpt2"
+
+
+def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
+    import transformers
+
+    def missing(name, **_):
+        raise OSError(f"{name} is not a local folder\nand so on")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", missing)
+    with pytest.raises(shipped.ModelError, match=r"nothing-like-it could not be loaded: .* These ship: ccq-gla-pico, "):
+        ccq.load("nothing-like-it")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_damage_is_named(trio, tmp_path, monkeypatch, file, damage):
+    shutil.copytree(trio / "ccq-gla-pico", tmp_path / "ccq-gla-pico")
+    monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path))
+    path = tmp_path / "ccq-gla-pico" / file
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "cut":
+        path.write_bytes(content[:-7])
+    else:
+        path.unlink()
+    says = {"flipped": "sha256", "cut": f"expected {len(content):,} bytes, got {len(content) - 7:,}", "gone": "missing"}
+    with pytest.raises(shipped.ModelError, match=says[damage]) as error:
+        ccq.load("ccq-gla-pico")
+    assert file in str(error.value)
+
+
+def test_a_damaged_manifest_is_named(trio, tmp_path, monkeypatch):
+    shutil.copytree(trio / "gla-pico", tmp_path / "gla-pico")
+    monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path))
+    (tmp_path / "gla-pico" / shipped.MANIFEST).write_text('{"name": "gla-pico"}')
+    with pytest.raises(shipped.ModelError, match=r"manifest.json is damaged: KeyError 'files'"):
+        ccq.load("gla-pico")
+
+
+def test_seal_lists_every_file_with_its_hash(trio):
+    folder = trio / "gla-pico"
+    told = json.loads((folder / shipped.MANIFEST).read_text())
+    assert told["steps"] == 0
+    assert told["files"].keys() == {path.name for path in folder.iterdir()} - {shipped.MANIFEST}
+    for name, each in told["files"].items():
+        content = (folder / name).read_bytes()
+        assert (each["bytes"], each["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_commands_take_the_name(ships, tmp_path, capsys, no_network):
+    """`ccq eval`, `ccq generate` and `ccq analyze`; and a name that is wrong is said, not traced."""
+    common = ["--suite", "length", "--tasks", "book", "--lengths", "64", "--limit", "2", "--device", "cpu"]
+    assert main(["eval", "ccq-gla-pico", *common, "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "length.json").read_text())
+    assert result["model"]["name"] == "ccq-gla-pico"
+    assert result["settings"]["corpora"]["book"]["documents"] == 14
+    told = ["generate", "gla-pico", "--prompt", "There was", "--tokens", "3", "--device", "cpu"]
+    assert main(told) == 0
+    small = ["--variants", "3", "--sentences", "8", "--device", "cpu", "--out", str(tmp_path / "analysis")]
+    assert main(["analyze", "alignment", "ccq-gla-pico", *small]) == 0
+    assert (tmp_path / "analysis" / "alignment_ccq_gla_pico.json").exists()
+    capsys.readouterr()
+    for command in (
+        ["eval", "gla-pic", *common, "--out", str(tmp_path / "no")],
+        ["generate", "gla-pic", "--prompt", "a"],
+        ["analyze", "alignment", "gla-pic", *small],
+    ):
+        assert main(command) == 1
+        assert "Did you mean 'gla-pico'?" in capsys.readouterr().err
+
+
+def test_the_book_is_whole_and_says_what_it_is():
+    told = shipped.book()
+    assert (told["title"], told["author"], told["year"], told["licence"]) == (
+        "Dubliners", "James Joyce", 1914, "public domain",
+    )  # fmt: skip
+    text = (Path(shipped.__file__).parent / "book.txt").read_bytes()
+    assert len(text) <= 300_000
+    assert hashlib.sha256(text).hexdigest() == told["sha256"]
+    assert "\n\n".join(told["stories"]) + "\n" == text.decode()
+    assert [story.split("\n")[0] for story in told["stories"]][:2] == ["THE SISTERS", "AN ENCOUNTER"]
+
+
+def test_a_damaged_book_is_named(tmp_path, monkeypatch):
+    for name in ("book.txt", "book.json"):
+        shutil.copy(shipped.HERE / name, tmp_path / name)
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n")
+    monkeypatch.setattr(shipped, "HERE", tmp_path)
+    with pytest.raises(shipped.ModelError, match=r"book.txt is damaged"):
+        shipped.book()
+
+
+def test_what_ships_in_the_package_is_whole():
+    """The models of the repository themselves, where it has them."""
+    for path in shipped.HERE.glob(f"*/{shipped.MANIFEST}"):
+        shipped.verify(path.parent)
+        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= shipped.manifest(path.parent)[
+            "files"
+        ].keys()
