@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from ccq.mixers import LayerState, Sequences, make_mixer
+from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
 from ccq.model.graphs import graph_for, release
@@ -282,7 +283,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         if graph_length and not scoring and not output_hidden_states and cu_seqlens is None:
             logits = self.decode_by_graph(input_ids, attention_mask, past_key_values, graph_length)
         if logits is not None:
-            return self.output(CausalLMOutput(logits=logits, past_key_values=past_key_values), return_dict)
+            return self.output(CausalLMOutput(logits=logits.clone(), past_key_values=past_key_values), return_dict)
 
         out = self.model(
             input_ids,
@@ -348,7 +349,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     def decode_by_graph(
         self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int
     ) -> Float[Tensor, "B 1 V"] | None:
-        """The logits of a decode step that a graph takes, None for any other call."""
+        """The logits of a decode step that a graph takes, in its memory until the next one; None for any other call."""
         if ids is None or cache is None or not decodes(ids, mask, None, cache):
             return None
         if cache.graph is not None and not cache.graph.has_room(cache.seen + 1):
@@ -385,13 +386,24 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Greedy decoding and sampling, through a CUDA graph where there is CUDA."""
-        settings = kwargs.get("generation_config")
-        if settings is not None and kwargs.get("graph_length") is None:
-            kwargs["graph_length"] = settings.max_length
+    def _sample(
+        self,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""
+        if arguments.get("graph_length") is None:
+            arguments["graph_length"] = generation_config.max_length
+        given = (input_ids, logits_processor, stopping_criteria, generation_config)
         try:
-            return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+            if sampling.applies(self, generation_config, synced_gpus, arguments):
+                return sampling.sample(self, *given, streamer=streamer, **arguments)
+            return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **arguments)  # type: ignore[misc]
         finally:
             release(self)
 

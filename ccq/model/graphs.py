@@ -75,10 +75,10 @@ class DecodeGraph:
         self.cache = self.thread = None
 
     def __call__(self, tokens: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """The logits after one more token of each sequence."""
+        """The logits after one more token of each sequence, in memory that the next call writes over."""
         with torch.inference_mode(False), torch.no_grad():
             self.tokens.copy_(tokens)
-            return self.run().clone()
+            return self.run()
 
     def __reduce__(self) -> tuple:  # a copy of the model captures its own
         return type(None), ()
