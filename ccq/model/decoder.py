@@ -59,8 +59,16 @@ class Block(GradientCheckpointingLayer):
         y, state = self.mixer(self.mixer_norm(x), seqs, state, output_state)
         return self.rest(x, y), state
 
-    def step(self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"]) -> Float[Tensor, "B D"]:
-        return self.rest(x, self.mixer.step(self.mixer_norm(x), state, positions))
+    def step(
+        self, x: Float[Tensor, "B D"], y: Float[Tensor, "B D"] | None, state: LayerState, positions: Int[Tensor, " B"]
+    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
+        """As `forward` for one token of x + y; x and y of the next block, so that its norm can add them."""
+        x, h = (x, self.mixer_norm(x)) if y is None else add_norm(x, y, self.mixer_norm)
+        y = self.mixer.step(h, state, positions)
+        if not hasattr(self, "mlp"):
+            return x, y
+        x, h = add_norm(x, y, self.mlp_norm)
+        return x, self.mlp(h)
 
     def rest(self, x: Tensor, y: Tensor) -> Tensor:
         """What follows the y of the mixer."""
@@ -191,10 +199,11 @@ class CCQModel(CCQPreTrainedModel):
         self, x: Float[Tensor, "B D"], states: list[LayerState], lengths: Int[Tensor, " B"]
     ) -> Float[Tensor, "B D"]:
         """One more token of each sequence, without autograd; states and lengths are changed in place."""
+        y = None
         for layer, state in zip(self.blocks(), states, strict=True):
-            x = layer.step(x, state, lengths)
+            x, y = layer.step(x, y, state, lengths)
         lengths.add_(1)
-        return self.norm(x)
+        return self.norm(x) if y is None else add_norm(x, y, self.norm)[1]
 
     def embed(self, ids: Tensor | None, embeds: Tensor | None) -> Float[Tensor, "B T D"]:
         """The tokens' embeddings, unless those are given."""
