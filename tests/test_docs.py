@@ -68,12 +68,3 @@ def test_readme_table_is_what_the_demo_computes():
 
 def test_citation_names_this_version():
     assert f"\nversion: {ccq.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-def test_tables_of_the_readme_come_from_the_result_files():
-    from ccq.bench.table import README, TABLES, filled
-
-    text = README.read_text()
-    for name in TABLES:
-        assert f"<!-- {name} -->" in text
-    assert filled(text, TABLES) == text, "run: python -m ccq.bench.table"

@@ -28,8 +28,17 @@ def write(paths: Sequence[Path], out: Path) -> list[Path]:
     return written
 
 
+def fill(paths: Sequence[Path], files: Sequence[Path]) -> list[Path]:
+    """Fill the marked places of Markdown `files` (docs.py) with the tables of what is under `paths`."""
+    from ccq.report import docs, page
+    from ccq.report.collect import collect
+
+    document = page.build(collect(paths))
+    return [written for file in files for written in docs.fill(file, document)]
+
+
 def markdown_of(paths: Sequence[Path]) -> str:
-    """What OUT/report.md would hold, without drawing any figure: for documents that must not drift from the results."""
+    """What OUT/report.md would hold, without drawing any figure."""
     from ccq.report import markdown, page
     from ccq.report.collect import collect
 
@@ -45,11 +54,30 @@ def main(argv: Sequence[str]) -> int:
         metavar="RUNS",
         help="folders and files, in any mix: runs of `ccq train`, results of `ccq eval`, `ccq analyze`, `ccq bench`",
     )
-    parser.add_argument("-o", "--out", type=Path, default=Path("report"), help="folder to write to (%(default)s)")
+    parser.add_argument("-o", "--out", type=Path, help="folder to write the page to (report, where there is no --docs)")
+    parser.add_argument(
+        "--docs",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="Markdown files in which `<!-- ccq report: TABLE -->` ... `<!-- /ccq report -->` is to be filled",
+    )
     arguments = parser.parse_args(argv)
-    for path in arguments.paths:
-        if not path.exists():
-            parser.error(f"RUNS: {path} is not there")
-    written = write(arguments.paths, arguments.out)
+    for name, paths in (("RUNS", arguments.paths), ("--docs", arguments.docs)):
+        for path in paths:
+            if not path.exists():
+                parser.error(f"{name}: {path} is not there")
+    if arguments.docs:
+        from ccq.report.docs import DocsError
+
+        try:
+            filled = fill(arguments.paths, arguments.docs)
+        except DocsError as error:
+            parser.error(str(error))
+        print(f"Filled {', '.join(str(path) for path in filled)}")
+        if arguments.out is None:
+            return 0
+    written = write(arguments.paths, arguments.out or Path("report"))
     print(f"Wrote {written[0]}, {written[1].name} and {len(written) - 2} files of figures", file=sys.stdout)
     return 0

@@ -223,9 +223,10 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
                 check(content, model=False)
                 return Source("bench", kind, file, content)
         return None
-    if {"timings", "goals", "versions"} <= content.keys():
-        check(content, model=False)
-        return Source("bench", "operator-cpu", file, content)
+    for kind, key in (("operator-cpu", "timings"), ("data-prepare", "measurements")):
+        if {key, "goals", "versions"} <= content.keys():
+            check(content, model=False)
+            return Source("bench", kind, file, content)
     return None
 
 

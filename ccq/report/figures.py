@@ -111,7 +111,7 @@ def inline(text: str, prefix: str, alt: str) -> str:
     return re.sub(r"\n\s*", "\n", text)
 
 
-def save(figure: Figure, folder: Path) -> list[Path]:
+def save(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "png")) -> list[Path]:
     """All panels as one image, for papers: NAME.svg and NAME.png."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
@@ -135,10 +135,11 @@ def save(figure: Figure, folder: Path) -> list[Path]:
             lines = [Line2D([], [], color=c, ls=line, marker=marker, ms=4) for _, c, line, marker in figure.legend]
             labels = [entry[0] for entry in figure.legend]
             canvas.legend(lines, labels, loc="outside lower center", ncols=max(1, round(columns * width / 1.7)))
-        paths = [folder / f"{figure.name}.svg", folder / f"{figure.name}.png"]
-        canvas.savefig(paths[0], metadata={"Date": None})
-        canvas.set_layout_engine("none")  # it has its places now
-        canvas.savefig(paths[1], dpi=160, metadata={"Software": None})
+        paths = [folder / f"{figure.name}.{ending}" for ending in endings]
+        for path in paths:
+            vector = path.suffix == ".svg"
+            canvas.savefig(path, dpi=160, metadata={"Date": None} if vector else {"Software": None})
+            canvas.set_layout_engine("none")  # it has its places now
     return paths
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import ccq
-from ccq.report import claims, figures, tables
+from ccq.report import analyses, claims, figures, speed, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
 from ccq.report.collect import Collection
@@ -94,14 +94,19 @@ def assemble(found: Collection) -> Document:
     if recall := tables.recall_table(results):
         parts += [Heading("Recall", 2, "recall"), recall, *optional(figures.recall(results))]
     parts += [Heading("Ablations", 2, "ablations"), tables.score_table("ablations", paper, results)]
-    parts += optional(tables.intervention_table(found))
-    parts += [Heading("Speed", 2, "speed"), *optional(figures.overhead(costs(found, paper)))]
+    parts += optional(analyses.intervention_table(found))
     parts += [
-        tables.layer_table(paper, found),
-        tables.training_table(paper, found),
+        Heading("Speed", 2, "speed"),
+        *optional(figures.overhead(costs(found, paper))),
+        speed.layer_table(paper, found),
+        *optional(speed.operator_table(found)),
+        speed.training_table(paper, found),
         *optional(figures.throughput(found)),
+        *optional(speed.lengths_table(found)),
+        speed.inference_table(paper, found),
+        *optional(speed.decode_operator_table(found)),
+        *optional(speed.goals_table(found)),
     ]
-    parts += [tables.inference_table(paper, found)]
     parts += [Heading("Where keys lie, and what the gate does", 2, "keys"), *keys(found, paper)]
     parts += [Heading("Sources", 2, "sources"), *sources(found)]
     foot = (
@@ -243,6 +248,8 @@ def keys(found: Collection, paper: papers.Paper) -> list[Any]:
     drawn = [*figures.diagnostics(found, paper), *optional(figures.gates(found))]
     told = [f"{fact['what']}: {minus(fact['value'])} ({fact['where']})" for name, fact in paper.facts.items()
             if name.startswith(("gap", "lam", "off"))]  # fmt: skip
+    tabled = (analyses.gap_table(found, paper), analyses.control_table(found), analyses.margin_table(found))
+    drawn += [part for table in tabled for part in optional(table)]
     parts += drawn or [Text("Here: not run yet.", "soft")]
     parts.append(Details("What the paper's text gives", [Items(told)]))
     return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ccq.report import paper as papers
-from ccq.report.claims import CONTROLS, Verdict, change
+from ccq.report.claims import Verdict
 from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
@@ -185,134 +185,6 @@ def human(count: float) -> str:
     return f"{count:g}"
 
 
-# -- speed -------------------------------------------------------------------------------------------------------------
-
-PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
-SHORT = {"gla": "gla", "gated-deltanet": "gdn"}
-
-
-def spread(timing: dict, scale: float = 1.0, digits: int = 2) -> tuple[str, str]:
-    """Median, and the range that the file gives."""
-    return (f"{scale * timing['median']:.{digits}f}",
-            f"{scale * timing['low']:.{digits}f}–{scale * timing['high']:.{digits}f}")  # fmt: skip
-
-
-def layer_table(paper: Paper, found: Collection) -> Table:
-    table = paper.tables["layer"]
-    head = ["", *(part for c in table.columns for part in (f"{c.heading}, paper", "here"))]
-    rows, notes = [], []
-    sources = found.of("bench", "layer")
-    for backbone in SHORT:
-        alone = "unit" if backbone == "gla" else "fla"
-        entries = [(backbone, "fla", label_of(backbone))]
-        if backbone == "gla":
-            entries.append(("", "unit", label_of("gla-unit")))
-        entries += [("", "composed", f"{label_of('ccq-' + backbone)}, composed from fla")]
-        entries += [(f"ccq-{backbone}", "ours", label_of(f"ccq-{backbone}"))]
-        for system, variant, text in entries:
-            cells = []
-            for column, (name, tokens) in zip(table.columns, PASSES, strict=True):
-                told = table.cell("1.3b", system, column.heading) if system else None
-                cells.append(Cell(told.shown, kind="paper", hover=f"{table.label}: one GPU, wall clock") if told
-                             else Cell("–", kind="missing", hover="not in the paper"))  # fmt: skip
-                mine = find(sources, backbone=SHORT[backbone], variant=variant, T=tokens, **{"pass": name})
-                control = find(sources, backbone=SHORT[backbone], variant=alone, T=tokens, **{"pass": name})
-                if mine is None:
-                    cells.append(MISSING)
-                    continue
-                value, small = spread(mine[0]["graph_ms"])
-                if control is not None and variant in ("ours", "composed"):
-                    ratio = mine[0]["graph_ms"]["median"] / control[0]["graph_ms"]["median"]
-                    value += f" ({ratio:.2f}×)"
-                cells.append(Cell(value, small, mine[1].told, kind="ours"))
-            rows.append(Row(Cell(text), cells, "ours" if variant == "ours" else ""))
-    if sources:
-        notes.append(
-            f"Here: CUDA-graph time of one GPU ({sources[-1].hardware}) and, in small, its range; in brackets over the "
-            f"backbone with unit q and k. {marks(sources)} The paper's is wall clock on one H200."
-        )
-    return Table(f"{table.title} ({table.label})", head, [Block("", rows)], notes, name="layer")
-
-
-def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
-    """The newest row that has these values."""
-    for source in sorted(sources, key=lambda s: s.date, reverse=True):
-        for row in source.content["rows"]:
-            if all(row.get(key) == value for key, value in wanted.items()):
-                return row, source
-    return None
-
-
-SPEED_ROWS = ("gla", "gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
-
-
-def inference_table(paper: Paper, found: Collection) -> Table:
-    table = paper.tables["inference"]
-    head = ["", "4K prefill, ms, paper", "here", "decode, tokens/s, paper", "here: `generate`", "here: graph step"]
-    prefills, decodes = found.of("bench", "prefill"), found.of("bench", "decode")
-    rows = []
-    for system in SPEED_ROWS:
-        first = find(prefills, system=system, size="1.3b", B=8, T=4096)
-        then = find(decodes, system=system, size="1.3b", B=8)
-        told = [table.cell("1.3b", system, c.heading) for c in table.columns]
-        shown = [Cell(c.shown, kind="paper", hover="one GPU, Appendix C") if c
-                 else Cell("–", kind="missing", hover="not in the paper") for c in told]  # fmt: skip
-        cells = [shown[0], MISSING, shown[1], MISSING, MISSING]
-        if first:
-            value, small = spread(first[0]["wall_ms"], digits=0)
-            cells[1] = Cell(value + over(prefills, system, lambda r: r["wall_ms"]["median"], first[0]), small,
-                            first[1].told, kind="ours")  # fmt: skip
-        if then:
-            rate = over(decodes, system, lambda r: r["generate_tok_s"], then[0])
-            step = over(decodes, system, lambda r: r["step_tok_s"], then[0])
-            cells[3] = Cell(f"{then[0]['generate_tok_s']:.0f}{rate}", "", then[1].told, kind="ours")
-            cells[4] = Cell(f"{then[0]['step_tok_s']:.0f}{step}", "", then[1].told, kind="ours")
-        rows.append(Row(Cell(label_of(system)), cells, "ours" if system.startswith("ccq") else ""))
-    notes = []
-    if prefills or decodes:
-        hardware = ", ".join(dict.fromkeys(s.hardware for s in [*prefills, *decodes]))
-        notes.append(
-            f"Here: one GPU ({hardware}), bf16, random weights; in brackets what CCQ changes. `generate` is what a "
-            f"user gets, the step is one CUDA graph. {marks([*prefills, *decodes])}"
-        )
-    return Table(f"{table.title}, one GPU ({table.label})", head, [Block("", rows)], notes, name="inference")
-
-
-def over(sources: list[Source], system: str, value, row: dict) -> str:
-    """What CCQ changes over its control, in brackets."""
-    control = CONTROLS.get(system.removeprefix("ccq-")) if system.startswith("ccq-") else None
-    base = find(sources, system=control, size=row["size"], B=row["B"]) if control else None
-    return f" ({change(value(row) / value(base[0]))})" if base else ""
-
-
-def training_table(paper: Paper, found: Collection) -> Table:
-    table = paper.tables["training"]
-    head = ["", "tokens/s a GPU, paper (8 GPUs)", "here (one GPU)", "peak GiB a GPU, paper (8 GPUs)", "here (one GPU)"]
-    sources = found.of("bench", "train")
-    rows = []
-    for system in (*SPEED_ROWS, "transformer"):
-        mine = find(sources, system=system.replace("-", "_"), size="1.3b", length=4096)
-        told = [table.cell("1.3b", system, c.heading) for c in table.columns]
-        shown = [Cell(f"{c.value:,.0f}" if at == 0 and c.value else c.shown, kind="paper", hover="8 GPUs, FSDP") if c
-                 else Cell("–", kind="missing", hover="not in the paper") for at, c in enumerate(told)]  # fmt: skip
-        cells = [shown[0], MISSING, shown[1], MISSING]
-        if mine:
-            row, source = mine
-            control = CONTROLS.get(system.removeprefix("ccq-")) if system.startswith("ccq-") else None
-            base = find(sources, system=control.replace("-", "_"), size="1.3b", length=4096) if control else None
-            for at, key, form in ((1, "tokens_per_second", ",.0f"), (3, "peak_gib", ".1f")):
-                text = f"{row[key]:{form}}" + (f" ({change(row[key] / base[0][key])})" if base else "")
-                cells[at] = Cell(text, "", source.told, kind="ours")
-        rows.append(Row(Cell(label_of(system)), cells, "ours" if system.startswith("ccq") else ""))
-    notes = [
-        "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
-    ]
-    if sources:
-        row = sources[-1].content["rows"][0]
-        notes.append(f"Here: {row['tokens']:,} tokens a step on one GPU ({sources[-1].hardware}). {marks(sources)}")
-    return Table(f"{table.title} ({table.label})", head, [Block("", rows)], notes, name="training")
-
-
 # -- what was run, and what it says ------------------------------------------------------------------------------------
 
 
@@ -392,25 +264,3 @@ def recall_table(results: Results) -> Table | None:
         blocks.append(Block(f"Here, {scale_label(size) or 'size unknown'}", rows))
     head = ["", *(n.replace("-", " tokens, ") + " pairs" if n != "average" else "average" for n in names)]
     return Table("Recall (MQAR): keys answered, % (not in the paper)", head, blocks, name="recall")
-
-
-def intervention_table(found: Collection) -> Table | None:
-    rows = []
-    head: list[str] = []
-    for source in found.of("analysis", "intervene"):
-        base = source.content["rows"][0]["suites"]
-        names = [(suite, name) for suite, scores in base.items() for name in scores][:12]
-        head = head or [name for _, name in names]
-        for row in source.content["rows"]:
-            if "-layers-" in row["intervention"]:
-                continue
-            cells = []
-            for suite, name in names:
-                value = row["suites"].get(suite, {}).get(name)
-                cells.append(MISSING if value is None else Cell(number(value), hover=source.told, kind="ours"))
-            rows.append(
-                Row(Cell(f"{source.content['model']['name']}, lam {row['intervention']} {marks([source])}"), cells)
-            )
-    if not rows:
-        return None
-    return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], name="intervene")

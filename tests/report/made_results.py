@@ -140,6 +140,19 @@ def alignment(path: Path, name: str, untrained: bool = False) -> dict:
     return content
 
 
+def margin(path: Path) -> dict:
+    """Two layers of two heads."""
+    table = {"lam": [[0.5, 0.5], [0.5, 0.5]]}
+    for name, shift in (("without", 0.0), ("with", 0.1)):
+        table |= {f"{name} mean": [[0.1 + shift, 0.2], [0.3, 0.4]], f"{name} best": [[-0.5 + shift, 0.1], [0.1, 0.1]],
+                  f"{name} rank": [[9.0 - 50 * shift, 2.0], [1.0, 1.0]]}  # fmt: skip
+    content = {"kind": "margin", "model": {"name": "ccq-gla-nano-seed0"}, "lam": None, "layers": [0, 1], "prompts": 3,
+               "own_lam": True, "cells": 4, "wider_cells": 1, "wider_cells_best": 1, "table": table,
+               "provenance": origin()}  # fmt: skip
+    write_json(path, content)
+    return content
+
+
 def make_everything(root: Path) -> None:
     """Results of every kind: six systems, three seeds of all but one."""
     for system in SYSTEMS:
@@ -168,5 +181,7 @@ def make_everything(root: Path) -> None:
                             "step_ms": {"median": 1.0, "low": 1.0, "high": 1.0}, "tokens_per_second": rate,
                             "peak_gib": 60.0, "mfu": 0.4, "paper": None})  # fmt: skip
     write_json(root / "bench" / "train_h200.json", {**origin(), "note": None, "rows": trained})
-    for name in ("decode", "decode_op", "layer", "op", "prefill"):
-        shutil.copy(BENCHMARKS / f"{name}_h200.json", root / "bench" / f"{name}_h200.json")
+    for name in ("decode_h200", "decode_op_h200", "layer_h200", "op_h200", "prefill_h200", "operator_cpu",
+                 "data_prepare"):  # fmt: skip
+        shutil.copy(BENCHMARKS / f"{name}.json", root / "bench" / f"{name}.json")
+    margin(root / "analysis" / "margin.json")

@@ -134,6 +134,42 @@ def test_speed_numbers_are_those_of_the_files(page):
     assert heads[2] == "here (one GPU)"
 
 
+def rows_of(page, name):
+    return {row[0]["text"].strip(): [cell["text"] for cell in row[1:]] for row in page.tables[name]}
+
+
+def test_benchmarks_of_the_operator_are_those_of_the_files(page):
+    op = rows_of(page, "op")
+    for result in json.loads((BENCHMARKS / "op_h200.json").read_text())["rows"]:
+        cells = op[f"batch {result['B']}, {result['T']:,} tokens"]
+        at = {("ours", "forward"): 0, ("with gate", "forward"): 1, ("ours", "forward and backward"): 2}
+        if (where := at.get((result["name"], result["pass"]))) is not None:
+            assert cells[where] == f"{1e3 * result['ms']['median']:.0f}"
+    decode = rows_of(page, "decode-op")
+    for result in json.loads((BENCHMARKS / "decode_op_h200.json").read_text())["rows"]:
+        system = {"gla": "gla", "gdn": "gated-deltanet"}[result["backbone"]]
+        label = {"fla": f"{label_of(system)}, by fla", "ours": label_of(f"ccq-{system}")}.get(result["variant"])
+        if label is not None:
+            at = {1: 0, 8: 1, 32: 2, 128: 3}[result["B"]]
+            assert decode[label][at].startswith(f"{1e3 * result['ms']['median']:.1f}")
+    goals = rows_of(page, "goals")
+    for name in ("operator_cpu", "data_prepare"):
+        for goal in json.loads((BENCHMARKS / f"{name}.json").read_text())["goals"]:
+            assert goals[goal["name"]][0] == f"{goal['value']:.3g}"
+            assert goals[goal["name"]][2] == ("met" if goal["ok"] else "missed")
+
+
+def test_training_speed_over_lengths_is_set_against_the_control(page):
+    rows = rows_of(page, "lengths")
+    assert rows["CCQ-GLA, 1.3B"] == ["46,000 (−4.2%)"] * 3
+    assert rows["Unit-norm GLA, 1.3B"] == ["48,000"] * 3
+
+
+def test_margins_are_means_over_layers_and_heads(page):
+    [cells] = [cells for label, cells in rows_of(page, "margin").items() if label.startswith("ccq-gla")]
+    assert cells == ["0.500, its own", "0.250 → 0.275", "−0.050 → −0.025", "3.2 → 2.0", "1 of 4", "1 of 4"]
+
+
 def test_bold_is_the_best_of_each_block(page):
     """Computed anew from the numbers on the page; in the paper's block also where its own bold is another."""
     for name in ("lm", "niah", "longbench"):

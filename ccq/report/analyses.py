@@ -1,0 +1,126 @@
+"""Tables of what `ccq analyze` found."""
+
+from __future__ import annotations
+
+from ccq.report.claims import signed
+from ccq.report.collect import Collection
+from ccq.report.document import Block, Cell, Row, Table
+from ccq.report.paper import Paper
+from ccq.report.tables import MISSING, marks, number
+
+
+def intervention_table(found: Collection) -> Table | None:
+    rows = []
+    head: list[str] = []
+    for source in found.of("analysis", "intervene"):
+        base = source.content["rows"][0]["suites"]
+        names = [(suite, name) for suite, scores in base.items() for name in scores][:12]
+        head = head or [name for _, name in names]
+        for row in source.content["rows"]:
+            if "-layers-" in row["intervention"]:
+                continue
+            cells = []
+            for suite, name in names:
+                value = row["suites"].get(suite, {}).get(name)
+                cells.append(MISSING if value is None else Cell(number(value), hover=source.told, kind="ours"))
+            rows.append(
+                Row(Cell(f"{source.content['model']['name']}, lam {row['intervention']} {marks([source])}"), cells)
+            )
+    if not rows:
+        return None
+    return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], name="intervene")
+
+
+POINTS = ("projection", "read", "sigma")  # where keys are caught: the paper's way first
+
+
+def gap_table(found: Collection, paper: Paper) -> Table | None:
+    """The gap of alignment in the top 16 directions: the paper's models, and every model measured here."""
+    sources = found.of("analysis", "alignment")
+    if not sources:
+        return None
+    theirs = []
+    for name, title, size, layers in (("gap_qwen3", "Qwen3-4B-Instruct-2507", 128, 36),
+                                      ("gap_gated_deltanet", "Gated DeltaNet 500M", 256, 21)):  # fmt: skip
+        fact = paper.facts[name]
+        values = (POINTS[0], f"{16 / size:.2f}", signed(fact["value"], 3), f"{layers} of {layers}", "–", "–")
+        theirs.append(Row(Cell(title), [Cell(x, kind="paper", hover=fact["where"]) for x in values], "paper"))
+    ours = []
+    for source in sources:
+        for point, content in source.content["points"].items():
+            part = content["top"]["16"]
+            row = part["unique"]
+            values = (
+                point,
+                f"{part['of_isotropic_keys']:.2f}",
+                signed(row["mean"], 3),
+                f"{row['negative_layers']} of {len(row['by_layer'])}",
+                ", ".join(signed(x, 3) for x in row["thirds"]),
+                signed(part["needle"]["mean"], 3),
+            )
+            label = Cell(f"{source.content['model']['name']} {marks([source])}")
+            ours.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
+    head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
+    caption = "Gap of alignment: needle tokens that are unique, less the filler"
+    return Table(caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)], name="gap")
+
+
+def control_table(found: Collection) -> Table | None:
+    """The gap of what is asked for beside that of what is planted, near or rare: is it more than rarity?"""
+    rows = []
+    for source in found.of("analysis", "alignment"):
+        for point, content in source.content["points"].items():
+            for part in content["top"].values():
+                beyond = part.get("novel minus planted")
+                if beyond is None:
+                    continue
+                error = "" if beyond["error_of_mean"] is None else f" ± {beyond['error_of_mean']:.3f}"
+                values = (
+                    point,
+                    str(part["directions"][0]),
+                    signed(part["novel"]["mean"], 3),
+                    signed(part["planted"]["mean"], 3),
+                    f"{signed(beyond['mean'], 3)}{error}",
+                    f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']} of "
+                    f"{len(beyond['by_layer'])}",
+                    signed(part["near"]["mean"], 3),
+                    signed(part["rare"]["mean"], 3),
+                )
+                label = Cell(f"{source.content['model']['name']} {marks([source])}")
+                rows.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
+    if not rows:
+        return None
+    head = ["model", "keys", "top", "new thing, asked for", "planted, not asked for", "difference",
+            "layers where it is clearly below, above", "filler around the needle", "rare filler"]  # fmt: skip
+    return Table("Gap of alignment beside its controls", head, [Block("", rows)], name="control")
+
+
+def margin_table(found: Collection) -> Table | None:
+    """Needle against distractors at the reading token, without and with cleaning: means over layers and heads."""
+    rows = []
+    for source in found.of("analysis", "margin"):
+        content = source.content
+        table = {name: mean([x for layer in layers for x in layer]) for name, layers in content["table"].items()}
+        lam = f"{table['lam']:.3f}, {'its own' if content['own_lam'] else 'given'}"
+        values = [lam]
+        for what, digits in (("mean", 3), ("best", 3), ("rank", 1)):
+            values.append(" → ".join(plain(table[f"{name} {what}"], digits) for name in ("without", "with")))
+        values += [f"{content[name]} of {content['cells']}" for name in ("wider_cells", "wider_cells_best")]
+        label = Cell(f"{content['model']['name']} {marks([source])}", f"{content['prompts']} prompts")
+        rows.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
+    if not rows:
+        return None
+    head = ["model", "lam", "mean less mean", "best less best", "rank of the needle",
+            "heads where the mean margin widens", "the best's"]  # fmt: skip
+    notes = ["Scores of unit keys at the last token of needle prompts, without → with cleaning; means over layers and "
+             "heads. Rank 1: above all distractors."]  # fmt: skip
+    title = "Margin of the needle over distractors (not in the paper)"
+    return Table(title, head, [Block("", rows)], notes, name="margin")
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def plain(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}".replace("-", "−")

@@ -1,0 +1,83 @@
+"""Numbers of README.md and docs/ are those of the result files: `ccq report benchmarks/results --docs FILES`."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from made_results import BENCHMARKS
+
+import ccq.report
+from ccq import cli
+from ccq.report import docs, page
+from ccq.report.collect import collect
+
+ROOT = BENCHMARKS.parents[1]
+PAGES = [p for p in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) if docs.PLACE.search(p.read_text())]
+
+
+@pytest.fixture(scope="module")
+def document():
+    return page.build(collect([BENCHMARKS]))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_says_what_the_result_files_say(path, document):
+    text = path.read_text()
+    same = docs.filled(text, document) == text
+    assert same, f"run: ccq report benchmarks/results --docs {path.relative_to(ROOT)}"
+
+
+def test_there_are_pages_with_tables():
+    names = {place["name"] for path in PAGES for place in docs.PLACE.finditer(path.read_text())}
+    assert {"layer", "op", "decode-op", "inference", "gap", "control", "results"} <= names
+
+
+def test_a_result_that_changes_is_noticed(tmp_path):
+    """Each number of a table is the file's: another file gives another README."""
+    text = (ROOT / "README.md").read_text()
+    for name, change in (("layer_h200", "graph_ms"), ("op_h200", "ms"), ("decode_op_h200", "ms"),
+                         ("prefill_h200", "wall_ms"), ("decode_h200", "step_ms")):  # fmt: skip
+        results = tmp_path / name
+        shutil.copytree(BENCHMARKS, results)
+        content = json.loads((results / f"{name}.json").read_text())
+        content["rows"][-1][change]["median"] *= 2
+        (results / f"{name}.json").write_text(json.dumps(content))
+        assert docs.filled(text, page.build(collect([results]))) != text, name
+
+
+def test_the_command_fills_what_is_marked_and_leaves_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "page.md"
+    file.write_text("before\n<!-- ccq report: op -->\nold\n<!-- /ccq report -->\nafter\n")
+    assert cli.main(["report", str(BENCHMARKS), "--docs", str(file)]) == 0
+    text = file.read_text()
+    assert text.startswith("before\n<!-- ccq report: op -->\n| cleaning alone, µs |")
+    assert text.endswith("<!-- /ccq report -->\nafter\n")
+    assert "old" not in text
+    assert re.search(r"From results/op_h200.json \(NVIDIA H200; .*; commit \w{7}.*; 20\d\d-\d\d-\d\d\)", text)
+    assert not Path("report").exists()  # the page was not asked for
+    ccq.report.fill([BENCHMARKS], [file])
+    assert file.read_text() == text
+
+
+def test_a_table_without_results_is_said_to_be_missing(tmp_path):
+    text = "<!-- ccq report: margin -->\n<!-- /ccq report -->"
+    assert "Not run yet." in docs.filled(text, page.build(collect([])))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- ccq report: layr -->\n<!-- /ccq report -->\n", "no such table. Did you mean 'layer'?"),
+        ("nothing\n", "expected a place to fill"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_by_name(tmp_path, capsys, text, message):
+    file = tmp_path / "page.md"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--docs", str(file)])
+    assert message in capsys.readouterr().err
+    assert file.read_text() == text
