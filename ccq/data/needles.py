@@ -107,7 +107,7 @@ class Needles:
     """Mix needle documents into text so that `share` of all characters is theirs.
 
     forms     some of FORMS; leave "ruler" out to hold RULER's own form out of training
-    length    characters of a haystack, from and to (log-uniform)
+    length    characters of a haystack, from and to (log-uniform), more where no whole sentence is so short
     exclude   texts that no haystack may share WORDS_IN_COMMON words in a row with
     """
 
@@ -175,7 +175,11 @@ class Needles:
         kind = "number" if next(draw) < 0.75 else "uuid"
         count = 1 + int(next(draw) * MOST)
         size = round(np.exp(np.interp(next(draw), (0, 1), np.log(self.length))))
-        haystack = part_of(text, size, next(draw))
+        where = next(draw)
+        haystack = part_of(text, size, where)
+        while len(haystack) < self.length[0] // 2 and size < len(text):  # no sentence is so short
+            size *= 2
+            haystack = part_of(text, size, where)
         if len(haystack) < self.length[0] // 2 or NOISE in " ".join(haystack.lower().split()):
             return None
         if excluded and not excluded.isdisjoint(runs_of_words(haystack)):

@@ -214,7 +214,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "nano": {"layers": (8, 9, 18), "hidden_size": 512, "intermediate_size": 1408, "num_heads": 3,
              "key_size": 128, "value_size": 256},
     "pico": {"layers": (4, 5, 8), "hidden_size": 256, "intermediate_size": 704, "num_heads": 3,
-             "key_size": 64, "value_size": 128, "vocab_size": 8192},
+             "key_size": 64, "value_size": 128, "vocab_size": 8192, "tie_word_embeddings": True},
     "tiny": {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
              "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
 }  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ccq.data import DataError, needles
 from ccq.data.needles import FORMS, Mixed, Needles, is_training_key, is_training_value, runs_of_words
 from ccq.data.sources import Piece, Position
+from ccq.evaluate import niah
 
 HAYSTACK = " ".join(
     f"This is sentence {n} of a text about nothing! Was it long (or short?) Who knows." for n in range(100)
@@ -170,6 +171,25 @@ def test_the_share_is_met_and_mixing_goes_on_from_every_mark(lengths, share):
         if mark is not None and at % 3 == 0:
             done = sum(not p.needle for p, _ in result[: at + 1])
             assert list(source.mix(pieces[done:], mark)) == result[at + 1 :]
+
+
+def test_the_share_is_met_where_no_sentence_is_as_short_as_asked_for():
+    text = ". ".join("so much " * 60 for _ in range(40)) + "."
+    result = [p for p, _ in Needles(0.4, length=(100, 300)).mix([piece(n, text) for n in range(5)])]
+    assert 0.4 <= sum(len(p.text) for p in result if p.needle) / sum(len(p.text) for p in result) < 0.42
+
+
+def test_what_is_trained_on_and_what_is_asked_have_nothing_in_common():
+    """Keys, values and any 13 words of a haystack, as the suite draws them for `--keys odd`."""
+    documents = made(300)
+    drawn = [
+        niah.draw(task, length, i, 42, "odd", niah.word_lists())
+        for task in niah.TASKS for length in (1024, 4096) for i in range(100)
+    ]  # fmt: skip
+    assert not {key for d in documents for key in d.keys} & {needle.key for needle in drawn}
+    assert not {value for d in documents for value in d.values} & {needle.value for needle in drawn}
+    noise = niah.Haystack("noise", None).context(20, "", 0)[0]
+    assert all(runs_of_words(noise).isdisjoint(runs_of_words(d.text)) for d in documents)
 
 
 def test_needle_documents_lie_between_documents():
