@@ -5,6 +5,7 @@ B  windows a rank     L  tokens a window     N  sequences packed into one row
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -81,18 +82,24 @@ class Steps(IterableDataset):
         self.step = int(state["step"])
 
 
-def loader(steps: Steps, workers: int = 0, prefetch: int = 4, pin_memory: bool = False) -> StatefulDataLoader:
+def loader(
+    steps: Steps, workers: int = 0, prefetch: int = 4, pin_memory: bool = False
+) -> StatefulDataLoader | DataLoader:
     """Iterate over `steps`, made ahead of time in `workers` (0 or 1) processes.
 
-    To resume, build it on `Steps(..., step=n)`; its `state_dict` says the same in torchdata's words.
+    To resume, build it on `Steps(..., step=n)`; its `state_dict` says the same in torchdata's words. Without torchdata
+    it is torch's own loader: the same batches, and no `state_dict`.
     """
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     if workers not in (0, 1):
         raise ValueError(f"workers must be 0 or 1 (one worker keeps the order), got {workers}")
+    kind: Any = DataLoader
+    with contextlib.suppress(ModuleNotFoundError):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        kind = StatefulDataLoader
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it under torch 2.13
-        return StatefulDataLoader(
+        return kind(
             steps,
             batch_size=None,
             num_workers=workers,

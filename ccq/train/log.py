@@ -47,9 +47,12 @@ class Log:
             write_atomically(path, "".join(line + "\n" for line in kept).encode())
         self.file = open(path, "a")  # noqa: SIM115 -- closed by close
         if self.config.system.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            try:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(self.run / "tensorboard"), purge_step=step + 1)
+                self.board = SummaryWriter(str(self.run / "tensorboard"), purge_step=step + 1)
+            except ModuleNotFoundError:
+                self.say(f"tensorboard is not installed: {path} has all that is logged")
         self.bar = _bar(self.config.steps, step)
 
     def close(self) -> None:
@@ -91,8 +94,11 @@ class Log:
 
 
 def _bar(steps: int, step: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ModuleNotFoundError:  # lines then, as where there is no terminal
+        return None
 
     console = Console()
     if not console.is_terminal:
