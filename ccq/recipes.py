@@ -59,13 +59,14 @@ def size_nano(system: str) -> Config:
 
 
 def size_pico(system: str) -> Config:
-    """a few million parameters on text with an 8K vocabulary: 0.13B tokens; needs --data.path"""
+    """a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path"""
+    steps = 7000
     return Config(
         model=preset(f"{system}-pico"),
-        data=Data(source="tokens", length=1024, batch=64),
-        optimizer=Optimizer(lr=3e-3, warmup=100),
-        system=System(micro_batch=64, validate_every=250, sample_every=500),
-        steps=2000,
+        data=Data(source="tokens", length=2048, batch=16),
+        optimizer=Optimizer(lr=3e-3, warmup=steps // 20),
+        system=System(micro_batch=16, validate_every=500, sample_every=1000),
+        steps=steps,
         dtype="bf16",
     )
 
