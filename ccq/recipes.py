@@ -93,12 +93,13 @@ def zoology(system: str, width: int) -> Config:
     convolution of its own: twice the mixer). Sizes of keys and values and the output gate are those of its layers.
     """
     head = width // 2
-    shape: dict[str, Any] = {
+    shapes: dict[str, dict[str, Any]] = {
         "transformer": {},
         "mamba2": {"base_conv_size": None, "state_size": 16, "head_size": 64},
         "deltanet": {"key_size": head, "value_size": head, "output_gate": False},
         "gated-deltanet": {"key_size": head, "value_size": 2 * head, "output_gate": False},
-    }.get(system, {"key_size": head // 2, "value_size": head, "feature_map_size": head // 4})
+    }
+    shape = shapes.get(system, {"key_size": head // 2, "value_size": head, "feature_map_size": head // 4})
     model = preset(f"{system}-tiny", **{
         "vocab_size": 8192, "hidden_size": width, "intermediate_size": None, "num_hidden_layers": 2, "num_heads": 2,
         "base_conv_size": 3, "tie_word_embeddings": True, **shape,

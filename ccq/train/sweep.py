@@ -1,0 +1,551 @@
+"""`ccq sweep mqar --tier rows|seeds --out DIR`: every row of the recall comparison, treated alike, on one device.
+
+    rows     every row at four learning rates, one seed; the rate is chosen on validation samples
+    seeds    the six rows that matter, three other seeds, five times the steps, at the rate chosen before
+
+A run is a recipe of size `mqar` and its learning rate, seed and steps; runs of one row train side by side, each on its
+own stream, and rows are shared by worker processes. What a run found is a file of its own as soon as it has finished:
+stopped at any moment, the same command goes on with the runs that are missing. DIR/mqar_TIER.json has all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import itertools
+import json
+import multiprocessing
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ccq.ops.dispatch import nearest
+from ccq.train import RunError
+
+MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")
+ROWS = (
+    *MAIN, "transformer", "mamba2", "deltanet", "gla_unit_equal_state", "gla_current_key", "ccq_gated_deltanet_open",
+    "ccq_gla_no_decay", "ccq_gla_stats", "ccq_gla_uncentred", "ccq_gla_fixed_lam",
+)  # fmt: skip
+RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zoology's
+REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
+TIERS = {"rows": (2_000, (0,)), "seeds": (10_000, (1, 2, 3))}  # steps, seeds
+POINTS = 40  # of a curve
+TEST_SEED = 0  # the test samples are the same for all runs
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run."""
+
+    row: str  # a system of ccq.recipes
+    size: str
+    lr: float
+    seed: int
+    steps: int
+    repeat: int = 0  # the same run once more
+    changes: tuple[tuple[str, Any], ...] = ()  # fields of the recipe, by dotted name
+
+    @property
+    def name(self) -> str:
+        changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
+        where = f"-{changed}" * bool(changed)
+        return f"{self.row}-{self.size}-lr{self.lr:.2e}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
+
+    def config(self) -> Any:
+        from ccq.recipes import recipe
+
+        config = recipe(f"{self.row}_{self.size}")
+        config.optimizer.lr, config.seed, config.steps = self.lr, self.seed, self.steps
+        config.system.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
+        for name, value in self.changes:
+            *path, last = name.split(".")
+            part = functools.reduce(getattr, path, config)
+            if not hasattr(part, last):
+                raise RunError(f"--set {name}: a recipe has no such field")
+            setattr(part, last, value)
+        config.check()
+        return config
+
+
+# -- runs of one row, side by side -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def shared_data(spec: Spec, device: Any) -> Any:
+    """Of a seed, kept for the rows to come; `spec` has the row left out."""
+    from ccq.train.recall import RecallData
+
+    return RecallData.of(dataclasses.replace(spec, row="gla", lr=RATES[0], repeat=0).config(), device)
+
+
+@functools.cache
+def test_data(slices: tuple, samples: int, vocab_size: int, device: Any) -> list:
+    from ccq.data.mqar import MQAR
+    from ccq.train.recall import samples_of
+
+    source = MQAR(1, [(s[0], s[1], samples) for s in slices], seed=TEST_SEED, split="test", vocab_size=vocab_size)
+    return [x.to(device) for x in samples_of(source)]
+
+
+def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
+    """Train the runs in lockstep, each on its own stream, and write what each found."""
+    from ccq.train.recall import RecallRun
+    from ccq.train.world import pick_device
+
+    device = pick_device(options["device"], 0)
+    begin = time.perf_counter()
+    say(f"{specs[0].row}: {len(specs)} runs; on a GPU its kernels are compiled and tuned now")
+    runs = []
+    for spec in specs:
+        data = shared_data(dataclasses.replace(spec, row="", lr=0.0, repeat=0), device)
+        run = RecallRun(spec.config(), device, data)
+        try:
+            run.start(capture=options["capture"])
+        except RuntimeError as error:
+            if run.stream is None or "captur" not in str(error).lower():
+                raise
+            say(f"{spec.name}: the step cannot be captured, so it runs launch by launch: {first_line(error)}")
+            run = RecallRun(spec.config(), device, data).start(capture=False)
+        runs.append(run)
+    ready = time.perf_counter()
+    say(f"{specs[0].row}: {len(runs)} runs ready after {ready - begin:.0f} s")
+
+    steps, every = specs[0].steps, runs[0].config.system.validate_every
+    looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
+    for step in range(steps + 1):
+        if step % every == 0 or step == steps:
+            for run in runs:
+                run.look()
+            for run, seen in zip(runs, looks, strict=True):
+                run.wait()
+                seen.append((step, run.valid_right.tolist()))
+        if step < steps:
+            for run in runs:
+                run.advance(step)
+    seconds = time.perf_counter() - ready
+    for spec, run, seen in zip(specs, runs, looks, strict=True):
+        found = result(spec, run, seen, options)
+        found |= {"seconds": round(seconds, 2), "side_by_side": len(runs), "captured": run.captured}
+        write(out / "runs" / f"{spec.name}.json", found)
+        say(
+            f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
+            f"loss {found['curve']['loss'][-1]:.3f}, {seconds / steps * 1e3:.2f} ms a step of {len(runs)}"
+        )
+
+
+def result(spec: Spec, run: Any, looks: list[tuple[int, list[int]]], options: dict[str, Any]) -> dict[str, Any]:
+    from ccq.model.info import info
+    from ccq.provenance import provenance
+    from ccq.train.config import model_config
+
+    config = run.config
+    slices = config.data.valid_slices
+    with run.on_stream():
+        samples = test_data(slices, options["test_samples"], config.model.vocab_size, run.device)
+        right = [run.right(x).cpu().numpy() for x in samples]
+    numbers = info(model_config(config.model), 256)
+    layers = [layer.mixer for layer in run.model.model.blocks()]
+    losses, lams = run.losses.cpu().numpy(), run.lams.cpu().numpy()
+    ends = np.unique(np.linspace(0, spec.steps, min(POINTS, spec.steps) + 1).astype(int))
+    where = provenance()
+    used = [config.data.slices[number] for number in run.data.slices]
+    asked = [s[1] * s[2] for s in slices]
+    curve = [accuracies(counts, asked) for _, counts in looks]
+    return {
+        "name": spec.name,
+        "row": spec.row,
+        "system": spec.row,
+        "size": spec.size,
+        "lr": spec.lr,
+        "seed": spec.seed,
+        "repeat": spec.repeat,
+        "steps": spec.steps,
+        "epochs": round(spec.steps * config.data.batch / sum(s[2] for s in config.data.slices), 2),
+        "tokens": config.data.batch * sum(s[0] for s in used),
+        "scored": config.data.batch * sum(s[1] for s in used),
+        "skipped": int(run.skipped),
+        "parameters": {"body": numbers.body, "embeddings": numbers.embedding},
+        "state_bytes": sum(state_bytes(mixer) for mixer in layers),
+        "covariance_bytes": sum(state_bytes(mixer, "covariance") for mixer in layers),
+        "model": {
+            name: value for name, value in dataclasses.asdict(config.model).items() if not name.endswith("token_id")
+        },
+        "valid": {
+            "accuracy": round(float(np.mean(curve[-1])), 6),
+            "slices": [
+                {"length": s[0], "pairs": s[1], "right": n, "asked": of, "accuracy": round(n / of, 6)}
+                for s, n, of in zip(slices, looks[-1][1], asked, strict=True)
+            ],
+        },
+        "test": test_scores(slices, right),
+        "curve": {
+            "step": ends[1:].tolist(),
+            "loss": [rounded(losses[a:b].mean()) for a, b in itertools.pairwise(ends)],
+            "valid_step": [step for step, _ in looks],
+            "valid_accuracy": [round(float(np.mean(x)), 4) for x in curve],
+            "valid_by_slice": [[round(float(y), 4) for y in x] for x in curve],
+        },
+        "gate": gate_path(config, lams, ends[1:]) if lams.shape[1] else None,
+        "commit": where["commit"],
+        "dirty": where["dirty"],
+        "date": where["date"],
+    }
+
+
+def accuracies(right: Sequence[int], asked: Sequence[int]) -> np.ndarray:
+    return np.array(right) / np.array(asked)
+
+
+def test_scores(slices: Sequence[tuple], right: list[np.ndarray]) -> dict[str, Any]:
+    """By slice, with how many samples had so many right answers: all that a bootstrap over samples needs."""
+    rows = []
+    for (length, pairs, _), counts in zip(slices, right, strict=True):
+        values, times = np.unique(counts, return_counts=True)
+        rows.append({
+            "length": length, "pairs": pairs, "samples": len(counts), "right": int(counts.sum()),
+            "asked": pairs * len(counts), "accuracy": round(float(counts.mean() / pairs), 6),
+            "histogram": [[int(v), int(n)] for v, n in zip(values, times, strict=True)],
+        })  # fmt: skip
+    return {"accuracy": round(float(np.mean([row["accuracy"] for row in rows])), 6), "slices": rows}
+
+
+def gate_path(config: Any, lams: np.ndarray, at: np.ndarray) -> dict[str, Any]:
+    """Mean lam of each layer at the steps `at`, beside where weight decay alone would have taken the bias."""
+    from ccq.train.optimizer import pure_decay
+
+    alone = None if config.model.fixed_lam is not None else [rounded(x) for x in pure_decay(config)[at]]
+    return {"step": at.tolist(), "lam": [[rounded(x) for x in row] for row in lams[at - 1]], "of_decay_alone": alone}
+
+
+def state_bytes(mixer: Any, part: str | None = None) -> int:
+    """Of one sequence of 256 tokens in fp32, all of it or one part."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if part is None and "length" in mixer.new_state(1, "meta", torch.float32, 256):  # attention: keys and values
+        return 2 * 256 * mixer.key_heads * mixer.size * 4
+    state = mixer.new_state(1, "meta", torch.float32, 256)
+    return sum(x.nbytes for x in pytree.tree_leaves(state if part is None else state.get(part, {})))
+
+
+def rounded(x: float) -> float | None:
+    return float(f"{x:.5g}") if np.isfinite(x) else None
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    from ccq.data.shards import write_atomically
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(content) + "\n").encode())
+
+
+def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
+    """A worker process: rows come through the connection until there are no more; after an error it leaves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
+        while (specs := connection.recv()) is not None:
+            try:
+                train_together(specs, out, options)
+                gc.collect()  # graphs of finished runs hold memory
+                connection.send(None)
+            except Exception as error:
+                traceback.print_exc()
+                connection.send(f"{type(error).__name__}: {first_line(error)}")
+                return
+
+
+def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """Every group by some worker; returns the runs that failed. Stops at `deadline` (time.monotonic)."""
+    failed: list[dict[str, Any]] = []
+
+    def fail(specs: Sequence[Spec], error: str) -> None:
+        for spec in specs:
+            say(f"{spec.name} failed: {error}")
+            failed.append({"name": spec.name, "row": spec.row, "lr": spec.lr, "seed": spec.seed,
+                           "repeat": spec.repeat, "error": error})  # fmt: skip
+
+    todo = list(groups)
+    if options["workers"] == 0:
+        while todo and time.monotonic() < deadline:
+            specs = todo.pop(0)
+            try:
+                train_together(specs, out, options)
+            except Exception as error:
+                traceback.print_exc()
+                fail(specs, f"{type(error).__name__}: {first_line(error)}")
+        return failed
+
+    context = multiprocessing.get_context("spawn")
+    busy: dict[Any, tuple[Any, list[Spec] | None]] = {}
+
+    def hire() -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, out, options), daemon=True)
+        process.start()
+        theirs.close()
+        busy[ours] = (process, None)
+        give(ours)
+
+    def give(connection: Any) -> None:
+        process = busy[connection][0]
+        specs = todo.pop(0) if todo else None
+        connection.send(specs)
+        if specs is None:
+            del busy[connection]
+            process.join(10)
+        else:
+            busy[connection] = (process, specs)
+
+    try:
+        for _ in range(min(options["workers"], len(todo))):
+            hire()
+        while busy:
+            left = deadline - time.monotonic()
+            ready: list[Any] = wait(list(busy), timeout=max(0.0, min(left, 5.0)))
+            if left <= 0:
+                say("the time is up")
+                break
+            for connection in ready:
+                process, given = busy[connection]
+                assert given is not None
+                try:
+                    wrong = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    process.join(10)
+                    wrong = f"its process died (exit code {process.exitcode})"
+                if wrong is None:
+                    give(connection)
+                else:
+                    fail(given, wrong)
+                    del busy[connection]
+                    if todo:
+                        hire()
+    finally:
+        for process, _ in busy.values():
+            process.terminate()
+    return failed
+
+
+# -- tiers and what comes of them --------------------------------------------------------------------------------------
+
+
+def groups_of(tier: str, options: argparse.Namespace, chosen: dict[str, float]) -> list[list[Spec]]:
+    """Runs that are trained together: a row at all rates, or with all seeds."""
+    steps, seeds = options.steps, options.seeds
+    make = functools.partial(Spec, size=options.size, steps=steps, changes=options.changes)
+    if tier == "seeds":
+        return [[make(row=row, lr=chosen[row], seed=seed) for seed in seeds] for row in options.rows]
+    groups = [[make(row=row, lr=lr, seed=seed) for seed in seeds for lr in options.rates] for row in options.rows]
+    row, rate, times = REPEATED
+    if row in options.rows and rate in options.rates:
+        groups.append([make(row=row, lr=rate, seed=seeds[0], repeat=1 + n) for n in range(times)])
+    return groups
+
+
+def chosen_rates(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each row, the rate with the best mean accuracy on the validation slices; of equal ones the smaller."""
+    best: dict[str, tuple[float, float]] = {}
+    for run in runs:
+        if run["repeat"] == 0:
+            key = (run["valid"]["accuracy"], -run["lr"])
+            best[run["row"]] = max(best.get(run["row"], key), key)
+    return {row: -lr for row, (_, lr) in best.items()}
+
+
+def read_chosen(path: Path, rows: Sequence[str]) -> dict[str, float]:
+    try:
+        chosen = json.loads(path.read_text())["chosen"]
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: `--tier rows` writes it, and the rates are chosen there") from None
+    missing = [row for row in rows if row not in chosen]
+    if missing:
+        raise RunError(f"{path} has no rate for {', '.join(missing)}: finish `--tier rows` first")
+    return {row: chosen[row] for row in rows}
+
+
+def merge(
+    tier: str, groups: list[list[Spec]], out: Path, chosen: dict[str, float], failed: list, test_samples: int
+) -> dict[str, Any]:
+    """All finished runs of a tier as one file; returns what is in it."""
+    from ccq.provenance import provenance
+
+    specs = [spec for group in groups for spec in group]
+    paths = [out / "runs" / f"{spec.name}.json" for spec in specs]
+    runs = [json.loads(path.read_text()) for path in paths if path.exists()]
+    config = specs[0].config()
+    data, optimizer = config.data, dataclasses.asdict(config.optimizer)
+    del optimizer["lr"]
+    content = {
+        "kind": "mqar_sweep",
+        "tier": tier,
+        "size": specs[0].size,
+        "protocol": {
+            "steps": specs[0].steps,
+            "batch": data.batch,
+            "rates": sorted({spec.lr for spec in specs}),
+            "seeds": sorted({spec.seed for spec in specs}),
+            "dtype": config.dtype,
+            "vocab_size": config.model.vocab_size,
+            "schedule": "cosine to 0 over the steps, no warm-up" if not config.optimizer.warmup else "warm-up, cosine",
+            "optimizer": optimizer,
+            "train_slices": data.slices,
+            "valid_slices": data.valid_slices,
+            "test_slices": [(s[0], s[1], test_samples) for s in data.valid_slices],
+            "test_seed": TEST_SEED,
+            "chosen_by": "mean accuracy over the validation slices after the last step",
+        },
+        "provenance": provenance(),
+        "chosen": chosen if tier == "seeds" else chosen_rates(runs),
+        "failed": [x for x in failed if not (out / "runs" / f"{x['name']}.json").exists()],
+        "missing": [spec.name for spec, path in zip(specs, paths, strict=True) if not path.exists()],
+        "runs": runs,
+    }
+    head = json.dumps({name: value for name, value in content.items() if name != "runs"}, indent=1)
+    lines = ",\n".join(json.dumps(run) for run in runs)  # one line a run: few bytes, and a diff that says which
+    from ccq.data.shards import write_atomically
+
+    write_atomically(out / f"mqar_{tier}.json", f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
+    return content
+
+
+def table(content: dict[str, Any]) -> str:
+    """Of each row the chosen rate, or of each seed: test accuracy, over all slices and by slice."""
+    lines = []
+    chosen = content["chosen"]
+    for run in content["runs"]:
+        if chosen.get(run["row"]) == run["lr"] and not run["repeat"]:
+            by_slice = " ".join(f"{s['accuracy']:.3f}" for s in run["test"]["slices"])
+            gate = "" if not run["gate"] else " lam " + " ".join(f"{x:.3f}" for x in run["gate"]["lam"][-1])
+            lines.append(
+                f"{run['row']:<26} lr {run['lr']:<8g} seed {run['seed']} valid {run['valid']['accuracy']:.3f} "
+                f"test {run['test']['accuracy']:.3f} | {by_slice} | state {run['state_bytes'] / 1024:.1f} KiB{gate}"
+            )
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: what is finished is still gathered."""
+
+    def stop(number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ccq sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("task", choices=("mqar",))
+    parser.add_argument("--tier", choices=tuple(TIERS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--size", default="mqar", choices=("mqar", "mqar64", "mqar256"), help="width 128, 64 or 256")
+    parser.add_argument("--rows", help="some rows only, with commas between them")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=RATES, help="learning rates (default: zoology's four)"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 for rows, 1 2 3 for seeds")
+    parser.add_argument("--steps", type=int, help="default: 2000 for rows, 10000 for seeds")
+    parser.add_argument(
+        "--rates-from", type=Path, help="for seeds: where rates were chosen (default: OUT/mqar_rows.json)"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="processes; 0: this one (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long, with what is finished")
+    parser.add_argument("--test-samples", type=int, default=1000, help="of each test slice (default: %(default)s)")
+    parser.add_argument("--device", help="cuda or cpu; none: a GPU if there is one")
+    parser.add_argument("--no-capture", action="store_true", help="launch each kernel, without CUDA graphs")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of all recipes: --set data.batch=64"
+    )
+    options = parser.parse_args(argv)
+    try:
+        return sweep(options)
+    except RunError as error:
+        print(f"ccq sweep: {error}", file=sys.stderr)
+        return 1
+
+
+def sweep(options: argparse.Namespace) -> int:
+    from ccq.train import folder
+
+    tier, out = options.tier, options.out
+    began = time.monotonic()
+    known = ROWS if tier == "rows" else MAIN
+    options.rows = tuple(re.split(r"[,\s]+", options.rows)) if options.rows else known
+    for row in options.rows:
+        if row not in ROWS:
+            raise RunError(f"--rows: there is no {row!r}.{nearest(row, ROWS)} Rows are {', '.join(ROWS)}.")
+    options.steps = options.steps or TIERS[tier][0]
+    options.seeds = tuple(options.seeds or TIERS[tier][1])
+    options.changes = tuple(change(text) for text in options.set)
+    with folder.locked(out):
+        chosen = read_chosen(options.rates_from or out / "mqar_rows.json", options.rows) if tier == "seeds" else {}
+        groups = groups_of(tier, options, chosen)
+        for group in groups:
+            group[0].config()  # refuse now what no run can have
+        todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
+        todo = [group for group in todo if group]
+        count, total = sum(map(len, todo)), sum(map(len, groups))
+        say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")
+        settings = {
+            "device": options.device, "capture": not options.no_capture, "workers": options.workers,
+            "test_samples": options.test_samples,
+        }  # fmt: skip
+        code, failed = 0, []
+        try:
+            with stopped_by_sigterm():
+                failed = run_all(todo, out, settings, began + 60 * options.minutes)
+        except KeyboardInterrupt:
+            code = 130
+        content = merge(tier, groups, out, chosen, failed, options.test_samples)
+    print(table(content))
+    say(
+        f"{len(content['runs'])} of {total} runs in {out / f'mqar_{tier}.json'}, {time.monotonic() - began:.0f} s"
+        + (f"; {len(content['missing'])} missing: the same command goes on with them" if content["missing"] else "")
+    )
+    return code or (1 if content["missing"] else 0)
+
+
+def change(text: str) -> tuple[str, Any]:
+    """A field and its value, lists as tuples."""
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise RunError(f"--set: expected FIELD=JSON, got {text!r}")
+    try:
+        return name, tuples(json.loads(value))
+    except json.JSONDecodeError:
+        return name, value
+
+
+def tuples(value: Any) -> Any:
+    return tuple(tuples(x) for x in value) if isinstance(value, list) else value
