@@ -203,6 +203,29 @@ def test_generation_equals_one_by_one(model):
         assert got[request.id]["tokens"] == alone[request.id]["tokens"] == expected
 
 
+def test_our_own_models_generate_prompts_of_any_lengths_together(monkeypatch):
+    from ccq.model import CCQConfig, CCQForCausalLM
+
+    torch.manual_seed(0)
+    model = CCQForCausalLM(CCQConfig.preset("ccq-gla-tiny", initializer_range=0.5)).eval()
+    asked = requests_of("generate", count=11, contexts=11, longest=90, vocabulary=256, max_new=6)
+    batches, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda *a, **b: batches.append(len(a[0])) or generate(*a, **b))
+    engine = Engine(model)
+    assert engine.pads
+    together = answers(engine, asked)
+    assert batches == [11]
+    alone = answers(Engine(model, batch_size=1), asked)
+    assert [together[n]["tokens"] for n in alone] == [alone[n]["tokens"] for n in alone]
+    assert len({tuple(row["tokens"]) for row in alone.values()}) > 6, "prompts that matter"
+    monkeypatch.setattr(type(model.model), "forward", ignoring_masks(type(model.model).forward))
+    assert not Engine(model).pads, "a model whose padding counts is not trusted with any"
+
+
+def ignoring_masks(forward):
+    return lambda self, ids, attention_mask=None, **rest: forward(self, ids, **rest)
+
+
 def test_stop_tokens_end_it_but_not_before_the_least(llama):
     free = answers(Engine(llama), requests_of("generate", count=3, max_new=8))
     first, third = free["0"]["tokens"][0], free["0"]["tokens"][2]
