@@ -16,6 +16,7 @@ from torch import Tensor
 import ccq
 import ccq.ops
 from ccq import CovarianceState
+from ccq.ops import Gate
 
 BACKENDS = ("reference", "chunk")
 NORMALIZE = ("unit", "none", "stats")
@@ -267,3 +268,13 @@ def assert_same_state(ref: CovarianceState, got: CovarianceState) -> None:
     for name in ("second_moment", "key_sum"):
         x = getattr(got, name)
         assert_close(name, getattr(ref, name), x, TOLERANCE[x.dtype])
+
+
+def make_gate(case: Case) -> Gate:
+    """A gate for the queries of a case, opened differently by each head."""
+    heads, size = case.q.shape[2:]
+    high = torch.float64 if case.q.dtype == torch.float64 else torch.float32
+    rng = torch.Generator().manual_seed(3)
+    weight = torch.randn(heads, heads * size, generator=rng, dtype=torch.float64) * (heads * size) ** -0.5
+    bias = torch.linspace(-3.0, 1.0, heads, dtype=torch.float64)
+    return Gate(*(x.to(case.q.device, high).requires_grad_() for x in (weight, bias)))

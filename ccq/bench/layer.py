@@ -21,7 +21,6 @@ from ccq.bench import op
 from ccq.bench.live import LiveTable
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.bench.timing import graph_time, wall_time
-from ccq.ops import gate
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 RECURRENCES: dict[str, Callable] = {}
@@ -33,20 +32,6 @@ PAPER = {
     ("gdn", "fla"): (6.26, 1.95, 2.98),
     ("gdn", "ours"): (8.06, 2.24, 3.67),
 }
-
-
-class Gate(nn.Module):
-    """lam = sigmoid(W q + b) from the whole query, in fp32."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HEADS * KEY, HEADS, device="cuda")
-        self.fused = fused
-
-    def forward(self, q: Tensor) -> Tensor:
-        if self.fused:
-            return gate(q, self.linear.weight, self.linear.bias)
-        return self.linear(q.flatten(2).float()).sigmoid()
 
 
 def make_layer(backbone: str, variant: str) -> nn.Module:
@@ -65,14 +50,17 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
         layer = gdn.GatedDeltaNet(hidden_size=HIDDEN, head_dim=KEY, num_heads=HEADS, expand_v=VALUE / KEY)
     layer = layer.cuda().bfloat16()
     recurrence = RECURRENCES.setdefault(name, getattr(module, name))  # fla's own, whatever an earlier layer put there
-    lam = Gate(fused=variant == "ours") if variant in ("composed", "ours") else None
-    layer.add_module("ccq_gate", lam)
+    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in ("composed", "ours") else None  # fp32
+    layer.add_module("ccq_gate", linear)
 
     def read(q: Tensor, k: Tensor, **rest):
         if variant == "unit" and backbone == "gla":
             q, k = l2norm(q), l2norm(k)
-        elif lam is not None:
-            q, k = getattr(op, variant)(q, k, lam(q))
+        elif linear is not None:
+            if variant == "ours":
+                q, k = op.gated(q, k, linear.weight, linear.bias)
+            else:
+                q, k = op.composed(q, k, linear(q.flatten(2).float()).sigmoid())
             if backbone == "gdn":
                 rest["use_qk_l2norm_in_kernel"] = False
         return recurrence(q=q, k=k, **rest)

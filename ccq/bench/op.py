@@ -17,7 +17,7 @@ from torch import Tensor
 from ccq.bench.live import LiveTable
 from ccq.bench.results import RESULTS, provenance, write
 from ccq.bench.timing import graph_time
-from ccq.ops import clean_query, gate
+from ccq.ops import Gate, clean_query
 
 PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows
@@ -62,7 +62,7 @@ def ours(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated(q: Tensor, k: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return clean_query(q, k, gate(q, weight, bias, backend="triton"), backend="triton")[:2]
+    return clean_query(q, k, Gate(weight, bias), backend="triton")[:2]
 
 
 def calls(function: Callable, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import Cleaning, CovarianceState, clean_query, decode_step, gate
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate
 from ccq.ops.chunk import CHUNK
 from ccq.ops.reference import stats_dtype
 
@@ -72,10 +72,8 @@ class QueryCleaner(Owner):
             start = self.current_key_init
             self.fill("current_key", lambda d: nn.init.constant_(d, start))
 
-    def gate(self, q: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H"] | None:
-        """lam of the raw query, in fp32; None where nothing is cleaned."""
-        if not self.clean:
-            return None
+    def gate(self, q: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H"]:
+        """lam of the raw query, in fp32."""
         if self.fixed_lam is None:
             lam = gate(q, self.gate_weight, self.gate_bias, self.backend)
         else:
@@ -86,6 +84,11 @@ class QueryCleaner(Owner):
             self.lam = lam.detach()
         return lam
 
+    @property
+    def by_gate(self) -> bool:
+        """Whether the operators may gate by themselves: nobody wants to see or change lam."""
+        return self.has_gate and self.intervention is None and not self.record
+
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit q and k, where they are wanted and cleaning will not make them so itself."""
         if self.unit_qk and not (self.clean and self.normalize == "unit"):
@@ -94,9 +97,9 @@ class QueryCleaner(Owner):
 
     def forward(
         self,
+        raw: Float[Tensor, "B T H K"],
         q: Float[Tensor, "B T H F"],
         k: Float[Tensor, "B T H F"],
-        lam: Float[Tensor, "B T H"] | None,
         seqs: Sequences,
         state: LayerState | None = None,
         output_state: bool = False,
@@ -104,7 +107,8 @@ class QueryCleaner(Owner):
         """The query to read with, the key to write with, and the covariance after the last token where asked for."""
         q, k = self.prepare(q, k)
         covariance = None
-        if lam is not None:
+        if self.clean:
+            lam = Gate(self.gate_weight, self.gate_bias) if self.by_gate and raw is q else self.gate(raw)
             q, k, covariance = clean_query(
                 q, k, lam, self.centred, self.normalize,
                 initial_state=None if state is None else state["covariance"],
@@ -136,11 +140,10 @@ class QueryCleaner(Owner):
             q, k = self.prepare(q, k)
         cleaning = None
         if self.clean:
-            by_gate = self.has_gate and self.intervention is None and not self.record  # the step can gate by itself
             cleaning = Cleaning(
                 state["covariance"],
-                lam=None if by_gate else self.gate(raw),
-                gate=(self.gate_weight, self.gate_bias) if by_gate else None,
+                lam=None if self.by_gate else self.gate(raw),
+                gate=Gate(self.gate_weight, self.gate_bias) if self.by_gate else None,
                 raw=None if raw is q else raw,
                 centred=self.centred,
                 normalize=self.normalize,

@@ -92,10 +92,8 @@ class KeyValueMixer(Mixer):
             qkv = [conv(y, seqs, p) for conv, y, p in zip(convs, qkv, past, strict=True)]
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
-        q, k, v = self.heads_of(*qkv)
-        lam = self.cleaner.gate(q)
-        q, k = self.feature_map_q(q), self.feature_map_k(k)
-        q, k, covariance = self.cleaner(q, k, lam, seqs, state, output_state)
+        raw, k, v = self.heads_of(*qkv)
+        q, k, covariance = self.cleaner(raw, self.feature_map_q(raw), self.feature_map_k(k), seqs, state, output_state)
         g, beta = self.write(x)
         o, recurrent = recurrence(
             q, k, v, g, beta, initial_state=None if state is None else state["recurrent"],

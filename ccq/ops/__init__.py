@@ -13,7 +13,7 @@ from ccq.ops import library, reference
 from ccq.ops.checks import check_call, check_values
 from ccq.ops.decode import Cleaning, decode_step
 from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError, backends
-from ccq.ops.gating import gate
+from ccq.ops.gating import Gate, gate, plain_gate
 from ccq.ops.state import CovarianceState
 from ccq.ops.step import clean_query_step
 
@@ -22,6 +22,7 @@ __all__ = [
     "BackendUnavailableError",
     "Cleaning",
     "CovarianceState",
+    "Gate",
     "backends",
     "clean_query",
     "clean_query_step",
@@ -34,7 +35,7 @@ __all__ = [
 def clean_query(
     q: Float[Tensor, "B T Hq K"],
     k: Float[Tensor, "B T Hk K"],
-    lam: Float[Tensor, "B T Hq"],
+    lam: Float[Tensor, "B T Hq"] | Gate,
     centred: bool = True,
     normalize: str = "unit",
     initial_state: CovarianceState | None = None,
@@ -51,7 +52,8 @@ def clean_query(
 
     Args:
         q, k: queries and keys, of one dtype. Hq is a multiple of Hk; query head h reads key head h // (Hq / Hk).
-        lam: how far to contract, from 0 to 1; any float dtype, used in fp32.
+        lam: how far to contract, from 0 to 1; any float dtype, used in fp32. Or the `Gate(weight, bias)` that gives
+            it, sigmoid(W q + b) of this q as it comes: one pass over q less than `gate`, three with the backward.
         normalize: "unit": q and k are divided by their norms first, k_bar is the unit key (the paper);
             "none": they are unit vectors already, k_bar is k;
             "stats": unit keys in Sigma only, q keeps its length, k_bar is k.
@@ -72,10 +74,12 @@ def clean_query(
     """
     check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
     if backend == "reference":
-        q_clean, k_bar, state, _ = _reference(q, k, lam, initial_state, cu_seqlens, centred, normalize)
+        given = plain_gate(q, *lam) if isinstance(lam, tuple) else lam
+        q_clean, k_bar, state, _ = _reference(q, k, given, initial_state, cu_seqlens, centred, normalize)
         return q_clean, k_bar if normalize == "unit" else k, state if output_final_state else None
-    q_clean, k_bar, _, _, second_moment, key_sum, count = torch.ops.ccq.clean_query(
-        q, k, lam, *_tensors(initial_state), cu_seqlens, centred, normalize, backend, output_final_state
+    by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
+    q_clean, k_bar, _, _, _, second_moment, key_sum, count = torch.ops.ccq.clean_query(
+        q, k, *by, *_tensors(initial_state), cu_seqlens, centred, normalize, backend, output_final_state
     )
     state = CovarianceState(second_moment, key_sum, count) if output_final_state else None
     return q_clean, k_bar if normalize == "unit" else k, state

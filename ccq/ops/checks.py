@@ -23,7 +23,7 @@ NORMALIZE = ("unit", "none", "stats")
 def check_call(
     q: Tensor,
     k: Tensor,
-    lam: Tensor,
+    lam: Tensor | tuple[Tensor, Tensor],
     state: CovarianceState | None,
     cu_seqlens: Tensor | None,
     centred: bool,
@@ -34,11 +34,8 @@ def check_call(
 ) -> None:
     """Raise unless the arguments fit together. `tokens`: q is [B, T, Hq, K], not the [B, Hq, K] of one step."""
     axes = "B, T, Hq, K" if tokens else "B, Hq, K"
-    for name, x in (("q", q), ("k", k), ("lam", lam)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.dtype not in FLOATS:
-            raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+    for name, x in (("q", q), ("k", k), ("lam", q if isinstance(lam, tuple) else lam)):
+        check_float(name, x)
     if q.ndim != (4 if tokens else 3):
         raise ValueError(f"q: expected shape [{axes}], got {tuple(q.shape)}")
     heads, key_size = q.shape[-2], q.shape[-1]
@@ -52,14 +49,17 @@ def check_call(
     key_heads = k.shape[-2]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {key_heads}")
-    if lam.shape != q.shape[:-1]:
+    if isinstance(lam, tuple):
+        check_gate(q, *lam)
+    elif lam.shape != q.shape[:-1]:
         raise ValueError(
             f"lam: expected shape [{axes.removesuffix(', K')}] = {tuple(q.shape[:-1])}, got {tuple(lam.shape)}"
         )
     if k.dtype != q.dtype:
         raise TypeError(f"k: expected q's dtype {q.dtype}, got {k.dtype}")
     _same_device("k", k, q)
-    _same_device("lam", lam, q)
+    if isinstance(lam, Tensor):
+        _same_device("lam", lam, q)
     if not isinstance(centred, bool):
         raise TypeError(f"centred: expected True or False, got {centred!r}")
     if normalize not in NORMALIZE:
@@ -111,6 +111,30 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
         if x.dtype != dtype:
             raise TypeError(f"{name}.{field}: expected {dtype} for {k.dtype} keys, got {x.dtype}")
         _same_device(f"{name}.{field}", x, k)
+
+
+def check_float(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+
+
+def check_gate(q: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Raise unless weight and bias make a gate of q [..., H, K]."""
+    for name, x in (("q", q), ("weight", weight), ("bias", bias)):
+        check_float(name, x)
+    if q.ndim < 2:
+        raise ValueError(f"q: expected shape [..., H, K], got {tuple(q.shape)}")
+    heads, size = q.shape[-2:]
+    high = stats_dtype(q.dtype)
+    for name, x, shape in (("weight", weight, (heads, heads * size)), ("bias", bias, (heads,))):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(x.shape)}")
+        if x.dtype != high:
+            raise TypeError(f"{name}: expected {high} for {q.dtype} queries, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
 
 
 def check_values(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ccq.ops.checks import FLOATS
 from ccq.ops.dispatch import resolve
-from ccq.ops.gating import gate
+from ccq.ops.gating import Gate, gate
 from ccq.ops.reference import stats_dtype, unit
 from ccq.ops.state import CovarianceState
 from ccq.ops.step import clean_query_step
@@ -29,12 +29,12 @@ from ccq.ops.step import clean_query_step
 class Cleaning:
     """How a step cleans its query: the covariance, updated in place, and either lam or the gate that gives it.
 
-    `gate` is (weight [H, R], bias [H]) and sees `raw` [B, ..., K'] (R values a token; q itself unless given).
+    `gate` has weight [H, R], bias [H] and sees `raw` [B, ..., K'] (R values a token; q itself unless given).
     """
 
     covariance: CovarianceState
     lam: Tensor | None = None
-    gate: tuple[Tensor, Tensor] | None = None
+    gate: Gate | tuple[Tensor, Tensor] | None = None
     raw: Tensor | None = None
     centred: bool = True
     normalize: str = "unit"

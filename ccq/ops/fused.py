@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops import fused_gate
 from ccq.ops.configs import Config, pick
 from ccq.ops.kernels import (
     adjoint_kernel,
@@ -112,18 +113,33 @@ def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
 
 
-def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+class Gating(NamedTuple):
+    """A gate to be computed on the way: lam is written."""
+
+    q: Tensor
+    weight: Tensor
+    bias: Tensor
+    lam: Tensor
+
+
+def prepare_keys(
+    grid: Grid, k: Tensor, norm: bool, sums: bool, gating: Gating | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The key of the statistics and 1/|k| (k itself and nothing, without `norm`); the sums of BN keys each."""
     k_bar = torch.empty_like(k) if norm else k
     rnorm = k.new_empty(k.shape[:-1] if norm else 0, dtype=torch.float32)
     key_sums = k.new_empty((grid.sums, grid.key_heads, grid.size) if sums else 0, dtype=torch.float32)
     if norm or sums:
-        keys_kernel[(grid.sums * grid.key_heads,)](
-            k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
-            grid.sequences, grid.length, grid.key_heads, grid.size, grid.per_sums, EPS,
-            NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            num_warps=grid.row_warps(1024),
+        gates = 0 if gating is None else triton.cdiv(k.shape[0] * k.shape[1], fused_gate.ROWS)
+        keys_kernel[(gates + grid.sums * grid.key_heads,)](
+            k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets, *(gating or (None,) * 4),
+            grid.sequences, grid.length, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, gates, EPS,
+            NORM=norm, SUMS=sums, GATE=gates > 0, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
+            BM=fused_gate.ROWS, BD=fused_gate.COLUMNS, **fused_gate.options(k, grid.query_heads),
+            num_warps=grid.row_warps(1024), num_stages=3,
         )  # fmt: skip
+    elif gating is not None:
+        fused_gate.forward(*gating)
     return k_bar, rnorm, key_sums
 
 
@@ -159,13 +175,18 @@ def key_states(
 def read_tiles(
     grid: Grid, x: Tensor, k: Tensor, lam: Tensor | None, states: Tensor, sums: Tensor,
     centred: bool, unit: bool, dtype: torch.dtype,
+    other: Tensor | None = None, along: Tensor | None = None, unit_other: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x_clean (Sigma x itself without `lam`) from the states of `key_states`; and m_t, the mean of the scores."""
+    """x_clean (Sigma x itself without `lam`) from the states of `key_states`; and m_t, the mean of the scores.
+
+    With `other`, its product with -Sigma x goes into `along`.
+    """
     out = torch.empty_like(x, dtype=dtype)
     means = x.new_empty(x.shape[:-1] if centred else 0, dtype=torch.float32)
     clean_kernel[(grid.tiles * grid.query_heads,)](
-        x, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, *grid.sizes(), EPS,
-        UNIT=unit, INITIAL=grid.count is not None, CORRECTION=lam is None, **grid.tile_options(centred),
+        x, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, other, along, *grid.sizes(), EPS,
+        UNIT=unit, INITIAL=grid.count is not None, CORRECTION=lam is None, ALONG=other is not None,
+        UNIT_OTHER=unit_other, **grid.tile_options(centred),
     )  # fmt: skip
     return out, means
 
@@ -180,20 +201,25 @@ class Adjoint(NamedTuple):
 
 
 def finish(
-    grid: Grid, g: Tensor, q: Tensor, lam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor, centred: bool, unit: bool
-) -> tuple[Tensor, Tensor, Adjoint]:
-    """dq, dlam, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
-    dq, dlam = torch.empty_like(q), torch.empty_like(lam)
+    grid: Grid, g: Tensor, q: Tensor, lam: Tensor, dlam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor,
+    gate_weight: Tensor | None, centred: bool, unit: bool,
+) -> tuple[Tensor, Adjoint, Tensor | None, Tensor | None]:  # fmt: skip
+    """dq, what the keys' gradient needs, and the gradients of a gate, from `read` = Sigma g, whose memory is reused."""
+    dq = torch.empty_like(q)
+    gated = gate_weight is not None
+    shares = (grid.sums if gated else 0, grid.query_heads)
+    d_weight = q.new_empty(*shares, grid.query_heads * grid.size, dtype=torch.float32)
+    d_bias = q.new_empty(shares, dtype=torch.float32)
     lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
     adjoint = Adjoint(read, pulls, *lifts)
     finish_kernel[(grid.sums * grid.query_heads,)](
-        g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, dlam, *adjoint,
+        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint, d_weight, d_bias,
         grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
-        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
-        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
+        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred, GATE=gated,
+        BN=grid.config.BN, BK=grid.block_k, **fused_gate.options(q, grid.query_heads), num_warps=grid.row_warps(2048),
     )  # fmt: skip
-    return dq, dlam, adjoint
+    return dq, adjoint, *((d_weight.sum(0), d_bias.sum(0)) if gated else (None, None))
 
 
 def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
@@ -240,19 +266,24 @@ def forward(
     normalize: str,
     output_final_state: bool = True,
     output_correction: bool = False,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
+    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s.
+
+    With `gate` = (W, b), lam is written, not read.
+    """
     q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
         q, k, lam, second_moment, key_sum, count, cu_seqlens
     )
     grid = pick_grid("clean", q, k, count, cu_seqlens)
-    k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
+    gating = None if gate is None else Gating(q, gate[0].contiguous(), gate[1].contiguous(), lam)
+    k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state, gating)
     final = empty_state(grid, k, output_final_state)
     if centred or output_final_state:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, final[0])
-    gate, dtype = (None, torch.float32) if output_correction else (lam, q.dtype)
-    out, means = read_tiles(grid, q, k_stat, gate, states, sums, centred, normalize == "unit", dtype)
+    by, dtype = (None, torch.float32) if output_correction else (lam, q.dtype)
+    out, means = read_tiles(grid, q, k_stat, by, states, sums, centred, normalize == "unit", dtype)
     return out, k_stat, k_rnorm, means, *final
 
 
@@ -272,8 +303,9 @@ def backward(
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dlam, and the gradients of the initial C and s."""
+    gate_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
     g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
         g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens
     )
@@ -287,8 +319,15 @@ def backward(
     if centred:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, None, groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, None)
-    read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype)
-    dq, dlam, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, normalize == "unit")
+    dlam, unit = torch.empty_like(lam), normalize == "unit"
+    read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
+    del states, sums  # memory for what follows
+    fused = gate_weight is not None and fused_gate.fits(grid.query_heads, grid.block_k)
+    weight = gate_weight.contiguous() if gate_weight is not None and fused else None
+    dq, adjoint, d_weight, d_bias = finish(grid, g, q, lam, dlam, means, means_g, read, weight, centred, unit)
+    if gate_weight is not None and not fused:
+        through_gate, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam)
+        dq += through_gate
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:
@@ -301,7 +340,7 @@ def backward(
     dk = dk_tiles(
         key_grid, grid, q, k_stat, None if normalize == "none" else k_rnorm, dk_bar, adjoint, states, d_key_sum, centred
     )  # fmt: skip
-    return dq, dk, dlam, *first
+    return dq, dk, dlam, *first, d_weight, d_bias
 
 
 def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -25,12 +25,13 @@ def dot_parts(a, b, acc, DT: tl.constexpr, IP: tl.constexpr, SPLIT_A: tl.constex
         return tl.dot(a, (b - head.to(tl.float32)).to(DT), acc, input_precision=IP)
 
 
-@triton.jit(do_not_specialize=["M"])
-def gate_kernel(
-    q, weight, bias, lam, M, H, D,
+@triton.jit
+def gate_rows(
+    q, weight, bias, lam, block, M, H, D,
     BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    """lam of the block-th BM tokens."""
+    rows = block.to(tl.int64) * BM + tl.arange(0, BM)
     heads = tl.arange(0, BH)
     acc = tl.zeros([BM, BH], tl.float32)
     for first in range(0, D, BD):
@@ -43,6 +44,14 @@ def gate_kernel(
     z = acc + tl.load(bias + heads, mask=heads < H, other=0.0)[None, :]
     mask = (rows < M)[:, None] & (heads < H)[None, :]
     tl.store(lam + rows[:, None] * H + heads[None, :], 1.0 / (1.0 + tl.exp(-z)), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gate_kernel(
+    q, weight, bias, lam, M, H, D,
+    BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    gate_rows(q, weight, bias, lam, tl.program_id(0), M, H, D, BM, BD, BH, DT, IP)
 
 
 @triton.jit(do_not_specialize=["M", "per_split"])
@@ -75,23 +84,38 @@ def gate_backward_kernel(
         tl.store(d_bias + split * H + heads, total, mask=heads < H)
 
 
+ROWS, COLUMNS = 32, 64  # tokens of a program of the forward, and how much of a query it takes at a time
+
+
+def fits(heads: int, block_k: int) -> bool:
+    """Whether W of one head's channels and its gradient can be held beside a tile of the backward."""
+    return padded(heads) * block_k <= 32 * 256
+
+
+def padded(heads: int) -> int:
+    return max(16, triton.next_power_of_2(heads))
+
+
 def options(q: Tensor, heads: int) -> dict:
     half = q.dtype == torch.bfloat16 and q.is_cuda  # Triton's interpreter multiplies bf16 as if it were integers
     return {
-        "BH": max(16, triton.next_power_of_2(heads)),
+        "BH": padded(heads),
         "DT": tl.bfloat16 if half else tl.float32,
         "IP": "tf32" if half else "tf32x3",
     }
 
 
-def forward(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None) -> Tensor:
+    """lam, written into the one given."""
     q = q.contiguous()
     heads, width = weight.shape
     rows = q.numel() // width
-    lam = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    gate_kernel[(triton.cdiv(rows, 32),)](
-        q, weight.contiguous(), bias.contiguous(), lam, rows, heads, width, BM=32, BD=128, **options(q, heads)
-    )
+    if lam is None:
+        lam = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    gate_kernel[(triton.cdiv(rows, ROWS),)](
+        q, weight.contiguous(), bias.contiguous(), lam, rows, heads, width,
+        BM=ROWS, BD=COLUMNS, **options(q, heads), num_stages=3,
+    )  # fmt: skip
     return lam
 
 

@@ -6,19 +6,28 @@ bf16 a bias near -4.6 could not move by a step of 1e-3. q is read once, in its o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import FLOATS
+from ccq.ops.checks import check_gate
 from ccq.ops.dispatch import resolve
-from ccq.ops.reference import no_autocast, stats_dtype
+from ccq.ops.reference import no_autocast
 
 torch.library.define("ccq::gate", "(Tensor q, Tensor weight, Tensor bias, str backend) -> Tensor")
 torch.library.define(
     "ccq::gate_backward",
     "(Tensor d_lam, Tensor q, Tensor weight, Tensor lam, str backend) -> (Tensor, Tensor, Tensor)",
 )
+
+
+class Gate(NamedTuple):
+    """W and b, to be given to `clean_query` in the place of lam: it then gates by the query that it cleans."""
+
+    weight: Float[Tensor, "H HK"]
+    bias: Float[Tensor, " H"]
 
 
 def gate(
@@ -34,22 +43,7 @@ def gate(
     >>> lam.shape, round(lam[0, 0, 0].item(), 3)
     (torch.Size([2, 100, 4]), 0.01)
     """
-    for name, x in (("q", q), ("weight", weight), ("bias", bias)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.dtype not in FLOATS:
-            raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
-    if q.ndim < 2:
-        raise ValueError(f"q: expected shape [..., H, K], got {tuple(q.shape)}")
-    heads, size = q.shape[-2:]
-    high = stats_dtype(q.dtype)
-    for name, x, shape in (("weight", weight, (heads, heads * size)), ("bias", bias, (heads,))):
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(x.shape)}")
-        if x.dtype != high:
-            raise TypeError(f"{name}: expected {high} for {q.dtype} queries, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+    check_gate(q, weight, bias)
     return torch.ops.ccq.gate(q, weight, bias, backend)
 
 
@@ -58,6 +52,10 @@ def _gate(q, weight, bias, backend):
         from ccq.ops import fused_gate  # imports Triton
 
         return fused_gate.forward(q, weight, bias)
+    return plain_gate(q, weight, bias)
+
+
+def plain_gate(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     with no_autocast(q):
         return torch.sigmoid(torch.nn.functional.linear(q.flatten(-2).to(weight.dtype), weight, bias))
 
@@ -67,6 +65,11 @@ def _gate_backward(d_lam, q, weight, lam, backend):
         from ccq.ops import fused_gate
 
         return fused_gate.backward(d_lam, q, weight, lam)
+    return plain_gate_backward(d_lam, q, weight, lam)
+
+
+def plain_gate_backward(d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, W and b."""
     with no_autocast(q):
         dz = (d_lam * lam * (1 - lam)).flatten(0, -2)
         dq = (dz @ weight).to(q.dtype).view(q.shape)

@@ -9,9 +9,9 @@ where m_t = s_t . x_t / t, and n, mu_0, Sigma_0 are count, mean and covariance b
 off the scores before they are rounded, and a state is stored divided by n: it never overflows, and a strong mean costs
 it no bits. m_t comes from the row sums of scores that are there anyway: centring needs no product of its own.
 
-    forward    keys (k_bar, 1/|k|, sums) -> running sums -> states -> clean
-    backward   keys, running sums, states -> Sigma g -> finish (dq, dlam, w_t, pulls) -> running pulls -> adjoint
-               states -> dk
+    forward    keys (k_bar, 1/|k|, sums; lam of the gate) -> running sums -> states -> clean
+    backward   keys, running sums, states -> Sigma g, dlam -> finish (dq, w_t, pulls; dW, db of the gate)
+               -> running pulls -> adjoint states -> dk
 
 Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
 are no atomics: equal inputs give equal bits. Offsets inside a tile are 32 bits, those of tiles 64.
@@ -25,8 +25,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ccq.ops.fused_gate import dot_parts, gate_rows
+
 # sizes that vary from call to call: compiled once for all of them
-VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
+VARYING = [
+    "N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread", "gates",
+]  # fmt: skip
 
 
 @triton.jit
@@ -101,11 +105,24 @@ def lower_block(index):
 
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
-    k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, per_sums, eps,
-    NORM: tl.constexpr, SUMS: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    k, k_bar, rnorm, sums, cu, sum_offsets, q, weight, bias, lam, N, T, HQ, H, K, per_sums, gates, eps,
+    NORM: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS)."""
+    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS).
+
+    The first `gates` programs do something else: they compute lam for BM tokens each, because both only wait for
+    memory, and one launch waits once.
+    """
     pid = tl.program_id(0)
+    if GATE:
+        if pid < gates:
+            tokens = T
+            if not VARLEN:
+                tokens = N * T
+            gate_rows(q, weight, bias, lam, pid, tokens, HQ, HQ * K, BM, BD, BH, DT, IP)
+            return
+        pid -= gates
     h = pid % H
     tile = pid // H
     n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
@@ -359,13 +376,17 @@ def read_keys(acc, x, before, past, t, k_base, chunk_begin, tile_begin, length, 
 
 @triton.jit(do_not_specialize=VARYING)
 def clean_kernel(
-    q, k, lam, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets, out, means,
+    q, k, lam, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets, out, means, other, along,
     N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, spread, eps,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, CORRECTION: tl.constexpr,
+    ALONG: tl.constexpr, UNIT_OTHER: tl.constexpr,
     BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """q_clean of one tile (Sigma q itself, if CORRECTION), and m_t."""
+    """q_clean of one tile (Sigma q itself, if CORRECTION), and m_t.
+
+    ALONG: also -x . Sigma q for rows x of `other` (over |x|, if UNIT_OTHER): with g for q and q for x, dlam.
+    """
     tile, hq = schedule(tl.program_id(0), tiles, HQ, spread, S // BT, True)
     h = hq // (HQ // H)
     n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
@@ -408,7 +429,15 @@ def clean_kernel(
         tl.store(means + (begin + rows) * HQ + hq, m * scale, mask=rows < length)
     unit = scale * past / t
     if CORRECTION:
-        store_rows(out + head, acc * unit[:, None], tile_begin, length, HQ, K, cols, BT)
+        y = (acc * unit[:, None]).to(out.dtype.element_ty)
+        store_rows(out + head, y, tile_begin, length, HQ, K, cols, BT)
+        if ALONG:  # from y as it is stored: in half precision it leaves room for x
+            o_tile = load_rows(other + head, tile_begin, length, HQ, K, cols, BT, DT)
+            product = -tl.sum(o_tile.to(tl.float32) * y.to(tl.float32), 1)
+            if UNIT_OTHER:
+                product *= tl.rsqrt(tl.sum(o_tile.to(tl.float32) * o_tile.to(tl.float32), 1) + eps)
+            at = (begin + rows) * HQ + hq
+            tl.store(along + at, product.to(along.dtype.element_ty), mask=rows < length)
     else:  # the cast halves what is held beside q; it rounds lam y, not q
         change = (acc * (-gate * unit)[:, None]).to(DT)
         q_tile = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
@@ -418,12 +447,12 @@ def clean_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
-    g, q, lam, m_q, m_g, count, cu, sum_offsets, dq, dlam, weighted, pulls, lift_q, lift_w,
-    N, T, HQ, K, per_sums, eps,
-    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    g, q, lam, dlam, m_q, m_g, count, cu, sum_offsets, gate_weight, dq, weighted, pulls, lift_q, lift_w,
+    d_weight, d_bias, N, T, HQ, K, per_sums, eps,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, GATE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """dq and dlam from Sigma g, for BN rows of a head.
+    """dq from Sigma g, for BN rows of a head; through the gate too (if GATE), with the rows' share of its gradients.
 
     For dk: w_t = u_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
     pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
@@ -432,7 +461,14 @@ def finish_kernel(
     hq = pid % HQ
     tile = pid // HQ
     n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
+    heads = tl.arange(0, BH)
+    wide = heads[:, None] * (HQ * K) + hq * K + tl.arange(0, BK)[None, :]
+    there = (heads < HQ)[:, None] & (tl.arange(0, BK) < K)[None, :]
+    share = tile.to(tl.int64) * HQ
     if n >= N:
+        if GATE:  # its shares are summed with the others'
+            tl.store(d_weight + share * HQ * K + wide, tl.zeros([BH, BK], tl.float32), mask=there)
+            tl.store(d_bias + share + heads, tl.zeros([BH], tl.float32), mask=(heads < HQ) & (hq == 0))
         return
     first = rank * BN
     rows = first + tl.arange(0, BN)
@@ -451,12 +487,11 @@ def finish_kernel(
     scale = tl.full([BN], 1.0, tl.float32)
     if UNIT:
         scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
-    d_gate = -tl.sum(q_tile * read, 1) * scale
-    tl.store(dlam + per_row, d_gate.to(dlam.dtype.element_ty), mask=valid)
     grad = g_tile - gate[:, None] * read  # of the query that was cleaned
     if UNIT:
         grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
-    store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
+    if not GATE:
+        store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
     w = g_tile * (-gate * scale / t)[:, None]
     store_rows(weighted + head, w, first, length, HQ, K, cols, BN)
     if CENTRED:
@@ -466,6 +501,18 @@ def finish_kernel(
         tl.store(lift_w + per_row, mean_w, mask=valid)
         pull = tl.sum(w * mean_q[:, None] + q_tile * mean_w[:, None], 0)
         tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
+    if GATE:  # last, and with q loaded once more: what came before leaves no registers
+        at = (begin + rows)[:, None] * HQ + heads[None, :]
+        small = valid[:, None] & (heads < HQ)[None, :]
+        opened = tl.load(lam + at, mask=small, other=0.0)
+        dz = tl.load(dlam + at, mask=small, other=0.0) * opened * (1.0 - opened)
+        tl.store(d_bias + share + heads, tl.sum(dz, 0), mask=(heads < HQ) & (hq == 0))
+        q_again = load_rows(q + head, first, length, HQ, K, cols, BN, DT)
+        d_tile = dot_parts(tl.trans(dz), q_again, tl.zeros([BH, BK], tl.float32), DT, IP, True)
+        tl.store(d_weight + share * HQ * K + wide, d_tile, mask=there)
+        gate_tile = tl.load(gate_weight + wide, mask=there, other=0.0).to(DT)
+        grad += dot_parts(dz, gate_tile, tl.zeros([BN, BK], tl.float32), DT, IP, True)
+        store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
 
 
 @triton.jit(do_not_specialize=VARYING)

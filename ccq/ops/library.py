@@ -14,21 +14,24 @@ from torch import Tensor
 from ccq.ops import chunk
 from ccq.ops.checks import check_values
 from ccq.ops.dispatch import resolve
+from ccq.ops.gating import plain_gate, plain_gate_backward
 from ccq.ops.reference import stats_dtype
 
+_GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam
 _STATE = "Tensor? second_moment, Tensor? key_sum, Tensor? count, Tensor? cu_seqlens"
 _OPTIONS = "bool centred, str normalize, str backend"
 torch.library.define(
     "ccq::clean_query",
-    f"(Tensor q, Tensor k, Tensor lam, {_STATE}, {_OPTIONS}, bool output_final_state)"
-    " -> (Tensor q_clean, Tensor k_bar, Tensor k_rnorm, Tensor means,"
+    f"(Tensor q, Tensor k, Tensor? lam, {_GATE}, {_STATE}, {_OPTIONS}, bool output_final_state)"
+    " -> (Tensor q_clean, Tensor k_bar, Tensor k_rnorm, Tensor means, Tensor lam_out,"
     " Tensor second_moment_out, Tensor key_sum_out, Tensor count_out)",
 )
 torch.library.define(
     "ccq::clean_query_backward",
     "(Tensor g, Tensor? dk_bar, Tensor? d_second_moment, Tensor? d_key_sum,"
-    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor lam, {_STATE}, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dlam, Tensor d_second_moment_in, Tensor d_key_sum_in)",
+    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor lam, Tensor? weight, {_STATE}, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dlam, Tensor d_second_moment_in, Tensor d_key_sum_in,"
+    " Tensor d_weight, Tensor d_bias)",
 )
 
 
@@ -43,7 +46,7 @@ def implementation(q: Tensor, backend: str) -> ModuleType:
 
 
 def outputs(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
+    q: Tensor, k: Tensor, gated: bool, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
 ) -> tuple[Tensor, ...]:
     """Unfilled results of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
@@ -54,6 +57,7 @@ def outputs(
         k.new_empty(k.shape if normalize == "unit" else 0),
         k.new_empty(k.shape[:-1] if normalize != "none" else 0, dtype=high),
         q.new_empty(q.shape[:-1] if centred else 0, dtype=high),
+        q.new_empty(q.shape[:-1] if gated else 0, dtype=high),
         k.new_empty((n, heads, size, size) if final else 0, dtype=high),
         k.new_empty((n, heads, size) if final else 0, dtype=high),
         k.new_empty(n if final else 0, dtype=torch.int64),
@@ -68,63 +72,83 @@ def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> T
     return seen if count is None else seen + count
 
 
-def _clean_query(q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state):
-    check_values(lam, count, cu_seqlens, q.shape[1])
+def _clean_query(
+    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
+):
     module = implementation(q, backend)
-    empty = outputs(q, k, cu_seqlens, centred, normalize, output_final_state)
+    empty = outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
+    check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
+    options = {}
+    if lam is None:
+        lam = empty[4]
+        if module is chunk:
+            lam.copy_(plain_gate(q, weight, bias))
+        else:  # the kernels write it
+            options["gate"] = weight, bias
     if q.numel() == 0:  # nothing to launch; the state stays what it was
         if output_final_state:
-            for out, start in zip(empty[4:6], (second_moment, key_sum), strict=True):
+            for out, start in zip(empty[5:7], (second_moment, key_sum), strict=True):
                 out.zero_() if start is None else out.copy_(start)
-            empty[6].copy_(final_count(q, count, cu_seqlens))
+            empty[7].copy_(final_count(q, count, cu_seqlens))
         return empty
     q_clean, k_bar, k_rnorm, means, final_moment, final_sum = module.forward(
-        q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state
+        q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state, **options
     )
     return (
         q_clean,
         k_bar if normalize == "unit" else empty[1],
         k_rnorm if normalize != "none" else empty[2],
         means,
-        final_moment if output_final_state else empty[4],
-        final_sum if output_final_state else empty[5],
-        final_count(q, count, cu_seqlens) if output_final_state else empty[6],
+        empty[4],
+        final_moment if output_final_state else empty[5],
+        final_sum if output_final_state else empty[6],
+        final_count(q, count, cu_seqlens) if output_final_state else empty[7],
     )
 
 
 def _clean_query_fake(
-    q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
+    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
-    return outputs(q, k, cu_seqlens, centred, normalize, output_final_state)
+    return outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
 
 
 def _clean_query_backward(
     g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
+    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
 ):  # fmt: skip
+    empty = unfilled_gradients(q, k, lam, weight, second_moment, key_sum)
     if q.numel() == 0:
-        empty = _clean_query_backward_fake(
-            g, dk_bar, d_second_moment, d_key_sum,
-            q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
-        )  # fmt: skip
         if second_moment is not None:
-            for out, after in zip(empty[3:], (d_second_moment, d_key_sum), strict=True):
+            for out, after in zip(empty[3:5], (d_second_moment, d_key_sum), strict=True):
                 out.zero_() if after is None else out.copy_(after)
+        for out in empty[5:]:
+            out.zero_()
         return empty
-    grads = implementation(q, backend).backward(
+    module = implementation(q, backend)
+    arguments = (
         g, dk_bar, d_second_moment, d_key_sum,
         q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
     )  # fmt: skip
-    if second_moment is None:
-        high = stats_dtype(q.dtype)
-        return (*grads[:3], q.new_empty(0, dtype=high), q.new_empty(0, dtype=high))
-    return grads
+    if module is chunk:
+        dq, dk, dlam, *initial = chunk.backward(*arguments)
+        d_gate = list(empty[5:])
+        if weight is not None:
+            through_gate, *d_gate = plain_gate_backward(dlam, q, weight, lam)
+            dq = dq + through_gate
+    else:
+        dq, dk, dlam, *initial = module.backward(*arguments, gate_weight=weight)
+        initial, d_gate = initial[:2], initial[2:]
+    return (
+        dq,
+        dk,
+        dlam,
+        *(empty[3:5] if second_moment is None else initial),
+        *(empty[5:] if weight is None else d_gate),
+    )
 
 
-def _clean_query_backward_fake(
-    g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
-):  # fmt: skip
+def unfilled_gradients(q, k, lam, weight, second_moment, key_sum) -> tuple[Tensor, ...]:
+    """Results of `ccq::clean_query_backward`."""
     high = stats_dtype(q.dtype)
     return (
         q.new_empty(q.shape),
@@ -132,32 +156,43 @@ def _clean_query_backward_fake(
         lam.new_empty(lam.shape),
         q.new_empty(0 if second_moment is None else second_moment.shape, dtype=high),
         q.new_empty(0 if key_sum is None else key_sum.shape, dtype=high),
+        q.new_empty(0 if weight is None else weight.shape, dtype=high),
+        q.new_empty(0 if weight is None else weight.shape[0], dtype=high),
     )
+
+
+def _clean_query_backward_fake(
+    g, dk_bar, d_second_moment, d_key_sum,
+    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
+):  # fmt: skip
+    return unfilled_gradients(q, k, lam, weight, second_moment, key_sum)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, _ = inputs
-    _, k_bar, k_rnorm, means, _, _, final = output
+    q, k, lam, weight, _, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, _ = inputs
+    _, k_bar, k_rnorm, means, lam_out, _, _, final = output
     # q is shared with the gate and k_bar with the backbone, so that CCQ keeps only a few numbers a token of its own
     ctx.save_for_backward(
-        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens
-    )
+        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam_out if lam is None else lam, weight,
+        second_moment, key_sum, count, cu_seqlens,
+    )  # fmt: skip
     ctx.options = centred, normalize, backend
-    ctx.mark_non_differentiable(k_rnorm, means, final)
+    ctx.mark_non_differentiable(k_rnorm, means, lam_out, final)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g, dk_bar, _, __, d_second_moment, d_key_sum, ___):
-    q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens = ctx.saved_tensors
+def _backward(ctx, g, dk_bar, _, __, ___, d_second_moment, d_key_sum, ____):
+    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens = ctx.saved_tensors
     if g is None:
         g = torch.zeros_like(q)
     given = [None if d is None or d.numel() == 0 else d for d in (dk_bar, d_second_moment, d_key_sum)]
-    dq, dk, dlam, d_initial_moment, d_initial_sum = torch.ops.ccq.clean_query_backward(
-        g, *given, q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, *ctx.options
+    dq, dk, dlam, *d_initial, d_weight, d_bias = torch.ops.ccq.clean_query_backward(
+        g, *given, q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, *ctx.options
     )
     if second_moment is None:
-        d_initial_moment = d_initial_sum = None
-    return dq, dk, dlam, d_initial_moment, d_initial_sum, *[None] * 6
+        d_initial = [None, None]
+    through = (dlam, None, None) if weight is None else (None, d_weight, d_bias)
+    return dq, dk, *through, *d_initial, *[None] * 6
 
 
 def _no_double_backward(ctx, *grads):

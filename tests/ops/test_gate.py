@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from beartype import beartype
-from helpers import TOLERANCE, assert_close
+from helpers import TOLERANCE, Case, assert_close, clean_query, make_case, make_gate
 from jaxtyping import jaxtyped
 
 import ccq.ops
@@ -59,6 +59,69 @@ def test_gate_on_a_gpu_keeps_the_bits_of_its_weights(dtype):
     check((2, 1000, 6, 256), dtype, "triton", "cuda", max(1e-5, TOLERANCE[dtype] if dtype != torch.float32 else 0))
 
 
+# A gate given to clean_query in the place of lam
+
+SHAPES = {
+    "batch": {"T": 70, "B": 2, "Hq": 4, "Hk": 2, "K": 16},
+    "few": {"T": 3, "B": 1, "Hq": 1, "Hk": 1, "K": 7},
+    "packed": {"lengths": [0, 40, 3, 0, 0, 17, 0], "Hq": 2, "Hk": 1, "K": 9},
+    "many heads": {"T": 20, "B": 1, "Hq": 20, "Hk": 20, "K": 8},
+}
+MODES = [("unit", True), ("stats", True), ("none", False)]
+
+
+def gated_results(case: Case, backend: str, **options) -> dict[str, torch.Tensor]:
+    """Everything that comes out of clean_query with a gate, and the gradients of all that goes in."""
+    leaves, by = case.leaves(), make_gate(case)
+    q_clean, k_bar, state = clean_query(
+        leaves.q, leaves.k, by, **leaves.where, output_final_state=True, backend=backend, **options
+    )
+    outputs = {"q_clean": q_clean, "C": state.second_moment, "s": state.key_sum}
+    if options["normalize"] == "unit":
+        outputs["k_bar"] = k_bar
+    inputs = {"q": leaves.q, "k": leaves.k, "W": by.weight, "b": by.bias}
+    if leaves.initial_state is not None:
+        inputs |= {"initial C": leaves.initial_state.second_moment, "initial s": leaves.initial_state.key_sum}
+    cotangents = [case.cotangents[name].to(x) for name, x in outputs.items()]
+    grads = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents)
+    return {**outputs, **{f"gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}}
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mode", range(len(MODES)))
+def test_gate_in_the_place_of_lam(backend, shape, mode):
+    """Against the reference, which gates in plain PyTorch and differentiates token by token, in fp64."""
+    normalize, centred = MODES[mode]
+    options = {"normalize": normalize, "centred": centred}
+    case = make_case(**SHAPES[shape], state=mode > 0, dtype=torch.float32, unit=normalize == "none")
+    ref, got = gated_results(case.double(), "reference", **options), gated_results(case, backend, **options)
+    for name, x in ref.items():
+        assert_close(name, x, got[name], 10 * TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [{"T": 1000, "B": 2}, {"lengths": [0, 700, 1, 0, 299]}], ids=str)
+@pytest.mark.parametrize("heads", [6, 40], ids=["fused", "two passes"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gate_in_the_place_of_lam_on_a_gpu(shape, heads, dtype):
+    case = make_case(**shape, Hq=heads, Hk=heads, K=256 if heads == 6 else 128, dtype=dtype, device="cuda")
+    options = {"normalize": "unit", "centred": True}
+    ref, got = gated_results(case.double(), "chunk", **options), gated_results(case, "triton", **options)
+    for name, x in ref.items():
+        assert_close(name, x, got[name], 4 * TOLERANCE[dtype] if dtype != torch.float32 else 1e-4)
+
+
+def test_a_gate_that_does_not_fit_is_named():
+    case = make_case(T=3, B=1, Hq=2, Hk=1, K=4, dtype=torch.float32)
+    weight, bias = make_gate(case)
+    with pytest.raises(ValueError, match=r"^weight: expected shape \(2, 8\)"):
+        ccq.clean_query(case.q, case.k, ccq.ops.Gate(weight[:, 1:], bias))
+    with pytest.raises(TypeError, match=r"^bias: expected torch\.float32"):
+        ccq.clean_query(case.q, case.k, ccq.ops.Gate(weight, bias.double()))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens_give_an_empty_gate(backend):
     q, weight, bias, _ = case((2, 0, 3, 4), torch.float32)
@@ -66,6 +129,12 @@ def test_no_tokens_give_an_empty_gate(backend):
     lam = gate(q, weight, bias, backend=backend)
     assert lam.shape == (2, 0, 3)
     assert torch.autograd.grad(lam.sum(), q)[0].shape == q.shape
+    weight, bias = weight.requires_grad_(), bias.requires_grad_()
+    q_clean, _, _ = ccq.clean_query(q, q.detach(), ccq.ops.Gate(weight, bias), backend=backend)
+    grads = torch.autograd.grad(q_clean.sum(), (q, weight, bias))
+    assert grads[0].shape == q.shape
+    assert not grads[1].any()
+    assert not grads[2].any()
 
 
 def test_autocast_does_not_reach_the_gate():

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import BACKENDS, NORMALIZE, TOLERANCE, Case, assert_close, make_case, results
+from helpers import BACKENDS, NORMALIZE, TOLERANCE, Case, assert_close, make_case, make_gate, results
 from torch import Tensor, nn
 
 from ccq import CovarianceState, clean_query, clean_query_step
@@ -22,19 +22,23 @@ SHAPES = {
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def op_arguments(case: Case, *, normalize: str = "unit", centred: bool = True, final: bool = True) -> tuple:
+def op_arguments(
+    case: Case, *, normalize: str = "unit", centred: bool = True, final: bool = True, gated: bool = False
+) -> tuple:
     """The case as torch.ops.ccq.clean_query takes it, its tensors leaves."""
     leaves = case.leaves()
     state = leaves.initial_state
     tensors = (None, None, None) if state is None else (state.second_moment, state.key_sum, state.count)
-    return *leaves.args, *tensors, leaves.cu_seqlens, centred, normalize, "chunk", final
+    by = (None, *make_gate(case)) if gated else (leaves.lam, None, None)
+    return leaves.q, leaves.k, *by, *tensors, leaves.cu_seqlens, centred, normalize, "chunk", final
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "nothing"])
 @pytest.mark.parametrize("normalize", NORMALIZE)
 def test_op_passes_opcheck(shape, normalize):
     case = make_case(Hq=2, Hk=1, K=3, unit=normalize == "none", **SHAPES[shape])
-    torch.library.opcheck(torch.ops.ccq.clean_query.default, op_arguments(case, normalize=normalize))
+    for gated in (False, True):
+        torch.library.opcheck(torch.ops.ccq.clean_query.default, op_arguments(case, normalize=normalize, gated=gated))
 
 
 @pytest.mark.parametrize("changed", [{"centred": False}, {"final": False}], ids=str)
@@ -49,7 +53,7 @@ def test_op_passes_opcheck_with(changed):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_fake_outputs_are_like_the_real_ones(shape, normalize, final, dtype):
     case = make_case(Hq=2, Hk=1, K=3, dtype=dtype, **SHAPES[shape])
-    arguments = op_arguments(case, normalize=normalize, final=final)
+    arguments = op_arguments(case, normalize=normalize, final=final, gated=not final)
     real = torch.ops.ccq.clean_query(*arguments)
     fake = torch.ops.ccq.clean_query(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments))
     for x, y in zip(real, fake, strict=True):
@@ -62,7 +66,7 @@ def test_fake_outputs_are_like_the_real_ones(shape, normalize, final, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_op_never_returns_an_input(normalize, shape, dtype):
     case = make_case(Hq=2, Hk=1, K=3, dtype=dtype, **SHAPES[shape])
-    arguments = op_arguments(case, normalize=normalize)
+    arguments = op_arguments(case, normalize=normalize, gated=normalize == "unit")
     with torch.no_grad():
         outputs = torch.ops.ccq.clean_query(*arguments)
     inputs = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, Tensor) and x.numel()}
