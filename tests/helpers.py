@@ -278,3 +278,12 @@ def make_gate(case: Case) -> Gate:
     weight = torch.randn(heads, heads * size, generator=rng, dtype=torch.float64) * (heads * size) ** -0.5
     bias = torch.linspace(-3.0, 1.0, heads, dtype=torch.float64)
     return Gate(*(x.to(case.q.device, high).requires_grad_() for x in (weight, bias)))
+
+
+def to_gpu(case: Case) -> Case:
+    state = case.initial_state
+    moved = case.map(torch.Tensor.cuda)
+    if state is not None:
+        moved = replace(moved, initial_state=state.to("cuda"))
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
+    return replace(moved, cu_seqlens=cu_seqlens, cotangents={n: x.cuda() for n, x in case.cotangents.items()})

@@ -6,7 +6,6 @@ Interpreted, the tiles are 16 tokens and the chunks 32, so that 70 tokens alread
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from helpers import (
     error,
     make_case,
     results,
+    to_gpu,
     truth,
     uncancelled,
     unit_vector,
@@ -120,15 +120,6 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 
 
 # On a GPU
-
-
-def to_gpu(case: Case) -> Case:
-    state = case.initial_state
-    moved = case.map(torch.Tensor.cuda)
-    if state is not None:
-        moved = replace(moved, initial_state=state.to("cuda"))
-    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
-    return replace(moved, cu_seqlens=cu_seqlens, cotangents={n: x.cuda() for n, x in case.cotangents.items()})
 
 
 def truth_on_gpu(case: Case, k_bar: torch.Tensor | None, **mode) -> dict:

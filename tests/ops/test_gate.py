@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from beartype import beartype
-from helpers import TOLERANCE, Case, assert_close, clean_query, make_case, make_gate
+from helpers import TOLERANCE, Case, assert_close, clean_query, make_case, make_gate, to_gpu
 from jaxtyping import jaxtyped
 
 import ccq.ops
@@ -106,11 +106,11 @@ def test_gate_in_the_place_of_lam(backend, shape, mode):
 @pytest.mark.parametrize("heads", [6, 40], ids=["fused", "two passes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gate_in_the_place_of_lam_on_a_gpu(shape, heads, dtype):
-    case = make_case(**shape, Hq=heads, Hk=heads, K=256 if heads == 6 else 128, dtype=dtype, device="cuda")
+    case = to_gpu(make_case(**shape, Hq=heads, Hk=heads, K=256 if heads == 6 else 128, dtype=dtype))
     options = {"normalize": "unit", "centred": True}
     ref, got = gated_results(case.double(), "chunk", **options), gated_results(case, "triton", **options)
     for name, x in ref.items():
-        assert_close(name, x, got[name], 4 * TOLERANCE[dtype] if dtype != torch.float32 else 1e-4)
+        assert_close(name, x, got[name], {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype])
 
 
 def test_a_gate_that_does_not_fit_is_named():
