@@ -1,0 +1,285 @@
+"""A sweep trains what the trainer trains, treats rows alike, loses no finished run, and counts what it says."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import small, start
+
+from ccq import cli
+from ccq.model import CCQForCausalLM
+from ccq.recipes import SYSTEMS, recipe
+from ccq.train import config as configs
+from ccq.train import sweep
+from ccq.train.config import model_config
+from ccq.train.data import train_source, valid_source
+from ccq.train.loop import Trainer
+from ccq.train.monitor import validate
+from ccq.train.recall import RecallData, RecallRun
+from ccq.train.world import World
+
+CPU = World(0, 1, torch.device("cpu"))
+VALID = ((16, 2, 30), (24, 3, 20))
+
+
+def together(config, steps=None):
+    run = RecallRun(config, CPU.device, RecallData.of(config, CPU.device)).start()
+    for step in range(config.steps if steps is None else steps):
+        run.advance(step)
+    return run
+
+
+ZOOLOGY = {"base_conv_size": 3, "tie_word_embeddings": True, "clip": 0.5, "schedule": "cosine", "warmup": 2}
+PLAIN = {"clip": None}
+
+
+@pytest.mark.parametrize(
+    ("system", "options"),
+    [
+        ("transformer", ZOOLOGY),
+        ("mamba2", {"clip": None}),
+        ("ccq-gla", ZOOLOGY),
+        ("ccq-gated-deltanet", {"clip": None}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_it_trains_what_the_trainer_trains(system, options):
+    config = small(system, steps=8, lr=1e-2, valid_slices=VALID, **options)
+    trainer, source = Trainer(config, CPU), train_source(config)
+    done = [trainer.step([source.batch(step)]) for step in range(8)]
+    run = together(config)
+    np.testing.assert_allclose(run.losses, [d.loss for d in done], rtol=1e-12)
+    np.testing.assert_allclose(run.norms, [d.norm for d in done], rtol=1e-12)
+    for (name, a), b in zip(trainer.model.named_parameters(), run.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
+    run.look()
+    found = validate(trainer.model, config, CPU, valid_source(config))
+    asked = [pairs * samples for _, pairs, samples in VALID]
+    got = [n / m for n, m in zip(run.valid_right.tolist(), asked, strict=True)]
+    assert got == [found["valid_accuracy_16x2"], found["valid_accuracy_24x3"]]
+    if config.model.clean:
+        assert run.lams.shape == (8, 1 if config.model.base_conv_size else 2)
+        assert run.lams[0].tolist() == pytest.approx([0.01] * run.lams.shape[1])
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+    config = small("gla", steps=3, lr=1e-2)
+    run = together(config, steps=1)
+    with torch.no_grad():
+        run.model.model.norm.weight[0] = float("nan")
+    before = {name: x.detach().clone() for name, x in run.model.named_parameters()}
+    run.advance(1)
+    assert int(run.skipped) == 1
+    for name, x in run.model.named_parameters():
+        torch.testing.assert_close(x, before[name], rtol=0, atol=0, equal_nan=True)
+    with torch.no_grad():
+        run.model.model.norm.weight[0] = 1.0
+    run.advance(2)
+    assert (int(run.skipped), int(run.at)) == (1, 3)
+    assert not torch.equal(run.model.lm_head.weight, before["lm_head.weight"])
+    assert run.losses[[0, 2]].isfinite().all()
+
+
+# the rows
+
+
+@pytest.mark.parametrize("size", ["mqar", "mqar64", "mqar256"])
+def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
+    made = {row: configs.flat(recipe(f"{row}_{size}")) for row in sweep.ROWS}
+    width = {"mqar": 128, "mqar64": 64, "mqar256": 256}[size]
+    of_training = {name: value for name, value in made["gla"].items() if not name.startswith("model.")}
+    for row, fields in made.items():
+        assert {name: fields[name] for name in of_training} == of_training, row  # equal treatment
+        assert (fields["model.hidden_size"], fields["model.num_hidden_layers"]) == (width, 2)
+        assert fields["model.intermediate_size"] is None
+        assert fields["model.base_conv_size"] == (None if row == "mamba2" else 3)
+        assert fields["model.tie_word_embeddings"]
+
+    def differ(a, b):
+        return {name.removeprefix("model.") for name in made[a] if made[a][name] != made[b][name]}
+
+    assert differ("gla", "gla_unit") == {"unit_qk"}
+    assert differ("gla", "ccq_gla") == {"clean"}
+    assert differ("gated_deltanet", "ccq_gated_deltanet") == {"clean"}
+    assert differ("gla_unit", "gla_current_key") == {"current_key_read"}
+    assert differ("gla_unit", "gla_unit_equal_state") == {"key_size"}
+    for row, field in {"open": "gate_init", "no_decay": "decay_gate_bias", "stats": "normalize",
+                       "uncentred": "centred", "fixed_lam": "fixed_lam"}.items():  # fmt: skip
+        assert differ("ccq_gla", f"ccq_gla_{row}") == {field}
+
+    def state(row):
+        with torch.device("meta"):
+            model = CCQForCausalLM(model_config(recipe(f"{row}_{size}").model))
+        return sum(sweep.state_bytes(layer.mixer) for layer in model.model.blocks())
+
+    assert state("gla_unit_equal_state") == pytest.approx(state("ccq_gla"), rel=0.03)
+    assert state("ccq_gla") > 1.4 * state("gla_unit")
+    assert set(sweep.MAIN) < set(sweep.ROWS) < set(SYSTEMS)
+    assert pytest.approx([1e-3, 10**-2.5, 1e-2, 10**-1.5], rel=1e-3) == list(sweep.RATES)
+
+
+def test_the_rate_is_chosen_on_validation_samples():
+    def run(row, lr, valid, test, repeat=0):
+        return {"row": row, "lr": lr, "repeat": repeat, "valid": {"accuracy": valid}, "test": {"accuracy": test}}
+
+    runs = [run("a", 1e-3, 0.5, 0.9), run("a", 1e-2, 0.6, 0.1), run("b", 1e-2, 0.4, 0.4), run("b", 1e-3, 0.4, 0.3),
+            run("b", 1e-1, 0.99, 0.99, repeat=1)]  # fmt: skip
+    assert sweep.chosen_rates(runs) == {"a": 1e-2, "b": 1e-3}
+
+
+# the command
+
+TOY = [
+    "mqar", "--device", "cpu", "--workers", "0", "--steps", "4", "--test-samples", "10", "--set", "dtype=fp32",
+    "--set", "model.hidden_size=16", "--set", "model.vocab_size=64", "--set", "data.batch=8",
+    "--set", "data.slices=[[16,2,64],[24,3,64]]", "--set", "data.valid_slices=[[16,2,8],[24,3,8]]",
+]  # fmt: skip
+ROWS = ["--tier", "rows", "--rows", "gla_unit,ccq_gla", "--rates", "0.00316", "0.01"]
+
+
+def what_counts(run):
+    return {name: value for name, value in run.items() if name not in ("date", "seconds", "side_by_side")}
+
+
+def test_both_tiers_and_what_their_files_say(tmp_path, capsys):
+    assert cli.main(["sweep", *TOY, *ROWS, "--out", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "mqar_rows.json").read_text())
+    assert content["kind"] == "mqar_sweep"
+    assert content["missing"] == content["failed"] == []
+    assert content["protocol"]["steps"] == 4
+    runs = content["runs"]
+    assert len(runs) == 2 * 2 + 2
+    plain, repeats = runs[0], [run for run in runs if run["row"] == "ccq_gla" and run["lr"] == 0.00316]
+    assert len(repeats) == 3
+    keys = ("valid", "test", "curve", "gate", "tokens")
+    assert all(repeats[0][key] == again[key] for again in repeats for key in keys)  # on a CPU nothing is random
+    for run in runs:
+        for part, samples in (("valid", 8), ("test", 10)):
+            for row, (length, pairs) in zip(run[part]["slices"], ((16, 2), (24, 3)), strict=True):
+                assert (row["length"], row["pairs"], row["asked"]) == (length, pairs, pairs * samples)
+                assert row["accuracy"] == pytest.approx(row["right"] / row["asked"], abs=1e-6)
+        for row in run["test"]["slices"]:
+            assert sum(n for _, n in row["histogram"]) == 10
+            assert sum(r * n for r, n in row["histogram"]) == row["right"]
+        assert run["curve"]["valid_step"] == [0, 1, 2, 3, 4]
+        assert run["parameters"]["embeddings"] == 64 * 16
+    changes = (("data.batch", 8), ("data.slices", ((16, 2, 64), (24, 3, 64))), ("model.vocab_size", 64))
+    source = train_source(sweep.Spec("gla", "mqar", 1e-3, 0, 4, changes=changes).config())
+    assert plain["tokens"] == sum(source.batch(step).input_ids.numel() for step in range(4))
+    assert plain["scored"] == sum(int((source.batch(step).labels >= 0).sum()) for step in range(4))
+    assert plain["gate"] is None
+    assert repeats[0]["gate"]["lam"][0][0] == pytest.approx(0.01, rel=0.1)
+    assert repeats[0]["gate"]["of_decay_alone"][0] > 0.01
+    assert repeats[0]["covariance_bytes"] == 4 * 2 * (32 * 32 + 32) + 8
+    assert repeats[0]["state_bytes"] - plain["state_bytes"] == repeats[0]["covariance_bytes"]
+
+    more = ["--tier", "seeds", "--rows", "gla_unit,ccq_gla", "--seeds", "1", "2", "--out", str(tmp_path)]
+    assert cli.main(["sweep", *TOY, *more]) == 0
+    seeds = json.loads((tmp_path / "mqar_seeds.json").read_text())
+    assert [(run["row"], run["seed"]) for run in seeds["runs"]] == [
+        ("gla_unit", 1), ("gla_unit", 2), ("ccq_gla", 1), ("ccq_gla", 2),
+    ]  # fmt: skip
+    assert all(run["lr"] == content["chosen"][run["row"]] for run in seeds["runs"])
+    assert "0 of them finished before" in capsys.readouterr().out
+
+
+def run_toy(out):
+    return cli.main(["sweep", *TOY, *ROWS, "--out", str(out)])
+
+
+def test_killed_it_goes_on_with_the_runs_that_are_missing(tmp_path, capsys):
+    process = start(run_toy, tmp_path / "killed", output=tmp_path / "output")
+    runs = tmp_path / "killed" / "runs"
+    for _ in range(600):
+        if runs.is_dir() and any(p.suffix == ".json" for p in runs.iterdir()):
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    finished = {p.name: p.read_text() for p in runs.iterdir() if p.suffix == ".json"}
+    assert 0 < len(finished) < 6
+    assert run_toy(tmp_path / "killed") == 0
+    assert f"{len(finished)} of them finished before" in capsys.readouterr().out
+    for name, text in finished.items():
+        assert (runs / name).read_text() == text
+    assert run_toy(tmp_path / "whole") == 0
+    killed, whole = (json.loads((tmp_path / x / "mqar_rows.json").read_text()) for x in ("killed", "whole"))
+    assert [what_counts(run) for run in killed["runs"]] == [what_counts(run) for run in whole["runs"]]
+
+
+def test_a_row_that_fails_or_dies_does_not_take_the_others_with_it(tmp_path, monkeypatch, capfd):
+    real = sweep.train_together
+
+    def train_together(specs, out, options):
+        if specs[0].row == "gla":
+            raise RuntimeError("the kernel errs")
+        if specs[0].row == "gla_unit":
+            os._exit(3)
+        real(specs, out, options)
+
+    monkeypatch.setattr(sweep, "train_together", train_together)
+    monkeypatch.setattr(sweep, "START", "fork")  # so that the workers have it too
+    rows = ["--tier", "rows", "--rows", "gla,gla_unit,ccq_gla,gla_current_key", "--rates", "0.01", "--workers", "2"]
+    assert cli.main(["sweep", *TOY, *rows, "--out", str(tmp_path)]) == 1
+    content = json.loads((tmp_path / "mqar_rows.json").read_text())
+    assert sorted(run["row"] for run in content["runs"]) == ["ccq_gla", "gla_current_key"]
+    assert {x["row"]: x["error"] for x in content["failed"]} == {
+        "gla": "RuntimeError: the kernel errs", "gla_unit": "its process died (exit code 3)",
+    }  # fmt: skip
+    assert len(content["missing"]) == 2
+    assert "the same command goes on with them" in capfd.readouterr().out
+
+
+def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):
+    assert cli.main(["sweep", *TOY, *ROWS, "--minutes", "0", "--out", str(tmp_path)]) == 1
+    content = json.loads((tmp_path / "mqar_rows.json").read_text())
+    assert (content["runs"], len(content["missing"])) == ([], 6)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--tier rows --rows glaa", "there is no 'glaa'. Did you mean 'gla'?"),
+        ("--tier seeds", "mqar_rows.json is missing"),
+        ("--tier rows --set data.batches=3", "--set data.batches: a recipe has no such field"),
+        ("--tier rows --set steps", "expected FIELD=JSON, got 'steps'"),
+    ],
+)
+def test_mistakes_are_named(line, said, tmp_path, capsys):
+    assert cli.main(["sweep", "mqar", *line.split(), "--out", str(tmp_path), "--workers", "0"]) == 1
+    assert said in capsys.readouterr().err
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", sweep.ROWS)
+def test_captured_steps_are_the_steps(row):
+    device = torch.device("cuda")
+    made = []
+    for capture in (True, False):
+        config = recipe(f"{row}_mqar")
+        config.steps, config.dtype, config.data.batch = 8, "fp32", 32
+        config.data.slices = ((64, 4, 200), (128, 8, 200), (256, 64, 200))
+        config.data.valid_slices = ((64, 4, 50),)
+        run = RecallRun(config, device, RecallData.of(config, device)).start(capture)
+        assert run.captured == capture
+        for step in range(8):
+            run.advance(step)
+        run.look()
+        run.wait()
+        made.append(run)
+    captured, plain = made
+    trainer, source = Trainer(plain.config, World(0, 1, device)), train_source(plain.config)
+    truth = torch.tensor([trainer.step([source.batch(step)]).loss for step in range(8)], dtype=torch.float64)
+    torch.testing.assert_close(captured.losses, plain.losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(plain.losses.cpu(), truth, rtol=1e-4, atol=0)  # logits in other chunks
+    assert int(captured.skipped) == 0
+    assert (captured.at, captured.valid_right) == (plain.at, plain.valid_right)
+    for (name, a), b in zip(captured.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
