@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ccq.report.collect import Collection, Source
 from ccq.report.numbers import SEEDS, Results, scores_like, seed_interval
 from ccq.report.paper import HERE, Paper, scale_label
 from ccq.report.systems import SIZES, System, label_of
+
+if TYPE_CHECKING:
+    from ccq.report.recall import Recall
 
 HOLDS, FAILS, FEW, UNTESTABLE = "holds", "does not", "not enough runs", "not testable"
 NOT_RUN = "not run"
@@ -33,9 +38,12 @@ def load(path: Path = HERE / "claims.toml") -> tuple[dict, ...]:
     return tuple(tomllib.loads(path.read_text())["claims"])
 
 
-def judge(found: Collection, results: Results, paper: Paper) -> list[Verdict]:
+def judge(found: Collection, results: Results, paper: Paper, recall: Recall) -> list[Verdict]:
     judges = {"score": score, "cost": cost, "alignment": alignment, "gate": gate, "intervention": intervention}
-    return [judges[claim["kind"]](claim, found, results, paper) for claim in load()]
+    return [
+        recalls(claim, recall) if claim["kind"] == "recall" else judges[claim["kind"]](claim, found, results, paper)
+        for claim in load()
+    ]
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -86,6 +94,34 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
     chosen = max(fit, key=lambda p: (len(p.differences), -place.get(p.system.size, len(SIZES))))  # then the largest
     verdict, detail = decide(chosen.differences, better)
     return Verdict(claim, told, str(chosen), verdict, detail, chosen.sources)
+
+
+def recalls(claim: dict, recall: Recall) -> Verdict:
+    """System minus control in the mean over the test slices of a sweep, seed by seed."""
+    pairs = []
+    for size, steps in recall.groups:
+        one, two = (recall.row(claim[who], size, steps) for who in ("system", "control"))
+        if one is not None and two is not None:
+            theirs = two.by_seed()
+            differences = [value - theirs[seed] for seed, value in one.by_seed().items() if seed in theirs]
+            if differences:
+                pairs.append((differences, size, steps, one, two))
+    if not pairs:
+        took = f"takes {label_of(claim['system'])} and {label_of(claim['control'])}"
+        return Verdict(claim, claim["paper"], NOT_RUN, FEW, took)
+    differences, size, steps, one, two = max(pairs, key=lambda p: (len(p[0]), p[2], p[1] == "128"))
+    verdict, detail = decide(differences, "higher")
+    middle = sum(differences) / len(differences)
+    parts = [f"{signed(middle)} points at width {size}, {steps:,} steps"]
+    if bounds := seed_interval(differences):
+        parts.append(f"{interval(bounds)} over {len(differences)} seeds")
+    else:
+        parts.append(f"{len(differences)} seed{'s' if len(differences) > 1 else ''}, so no interval over seeds")
+    halves = [row.half_width() for row in (one, two)]
+    half = math.hypot(*halves)  # as of two sets of samples: what is kept does not pair them
+    parts.append(f"{interval((middle - half, middle + half))} over samples")
+    sources = [run.source for row in (one, two) for run in row.runs]
+    return Verdict(claim, claim["paper"], ", ".join(parts), verdict, detail, distinct(sources))
 
 
 class Pairing:

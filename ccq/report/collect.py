@@ -2,6 +2,7 @@
 
     eval        OUT/SUITE.json of `ccq eval`                 bench       what `ccq bench` and benchmarks/ write
     analysis    what `ccq analyze` writes                    run         the folder of a run of `ccq train`
+    sweep       what `ccq sweep` writes
 
 What is damaged or unfinished is named, and the rest is still there.
 """
@@ -36,7 +37,7 @@ BENCHES = {
 class Source:
     """One result file, or the folder of a run."""
 
-    kind: str  # eval, run, bench, analysis
+    kind: str  # eval, run, sweep, bench, analysis
     detail: str  # suite, kind of benchmark or analysis; "" for a run
     path: Path
     content: dict[str, Any]
@@ -149,7 +150,7 @@ def collect(paths: Sequence[Path]) -> Collection:
                 take(file, found)
     identify(found)
     found.sources.sort(
-        key=lambda s: (("run", "eval", "analysis", "bench").index(s.kind), s.detail, s.name, str(s.path))
+        key=lambda s: (("run", "sweep", "eval", "analysis", "bench").index(s.kind), s.detail, s.name, str(s.path))
     )
     for number, source in enumerate(found.sources, 1):
         source.number = number
@@ -215,6 +216,11 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
     if content.get("kind") in ANALYSES:
         check(content)
         return Source("analysis", content["kind"], file, content)
+    if content.get("kind") == "mqar_sweep":
+        check(content, model=False)
+        if missing := len(content["missing"]):
+            found.unfinished.append(f"{file.name}: {missing} run{' is' if missing == 1 else 's are'} missing.")
+        return Source("sweep", "mqar", file, content)
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
     if isinstance(content.get("rows"), list) and "versions" in content:

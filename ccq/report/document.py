@@ -17,6 +17,7 @@ class Cell:
     hover: str = ""  # where the number comes from
     bold: bool = False
     kind: str = ""  # "missing", "paper", "ours", a verdict: how it looks
+    named: str = ""  # instead of `small` where nothing can be hovered over: the intervals by name
 
 
 @dataclass

@@ -46,14 +46,26 @@ LINES = {
     "gated-deltanet": (ORANGE, "--", "s"),
     "ccq-gated-deltanet": (RED, "-", "o"),
 }
+# variants that stand beside those: the colour of the system's kin, a line and a marker of their own
+VARIANTS = {
+    "ccq-gla, gate from 0.5": (PURPLE, "-", "P"),
+    "ccq-gla, bias not decayed": (BLUE, "--", "*"),
+    "ccq-gla, uncentred": (BLUE, "-.", "d"),
+    "ccq-gla, lam 0.1": (BLUE, ":", "h"),
+    "ccq-gla, stats": (SKY, "-", "<"),
+    "ccq-gated-deltanet, gate from 0.5": (RED, "-.", "P"),
+    "ccq-gated-deltanet, uncentred": (RED, "--", "d"),
+    "ccq-gated-deltanet, lam 0.1": (RED, ":", "h"),
+    "gla-unit, equal state": (GREEN, "-.", ">"),
+    "gla-current-key": (SKY, ":", "X"),
+    "deltanet": (ORANGE, ":", "v"),
+}
 OTHERS = ((PURPLE, "-", "P"), (GREEN, "--", "X"), (GREY, "-", "*"), (SKY, "-.", "d"))
 
 
 def line_of(system: System) -> dict[str, Any]:
-    if system.name in LINES and not system.variant:
-        colour, line, marker = LINES[system.name]
-    else:
-        colour, line, marker = OTHERS[sum(map(ord, system.key)) % len(OTHERS)]
+    known = LINES | VARIANTS
+    colour, line, marker = known.get(system.key) or OTHERS[sum(map(ord, system.key)) % len(OTHERS)]
     return {"color": colour, "ls": line, "marker": marker, "ms": 4, "lw": 1.6}
 
 

@@ -88,6 +88,13 @@ SHAPES = {  # markers in a box of 10 around 0
     "^": '<path d="M0 -4 L4 3 L-4 3 Z"/>',
     "v": '<path d="M0 4 L4 -3 L-4 -3 Z"/>',
     "x": '<path d="M-3 -3 L3 3 M-3 3 L3 -3"/>',
+    "X": '<path d="M-3 -3 L3 3 M-3 3 L3 -3" stroke-width="2.5"/>',
+    "P": '<path d="M0 -4 L0 4 M-4 0 L4 0" stroke-width="3"/>',
+    "*": '<path d="M0 -5 L1.2 -1.6 L4.8 -1.5 L1.9 0.6 L2.9 4 L0 2 L-2.9 4 L-1.9 0.6 L-4.8 -1.5 L-1.2 -1.6 Z"/>',
+    "d": '<path d="M0 -4.5 L2.8 0 L0 4.5 L-2.8 0 Z"/>',
+    "h": '<path d="M0 -4 L3.5 -2 L3.5 2 L0 4 L-3.5 2 L-3.5 -2 Z"/>',
+    "<": '<path d="M-4 0 L3 -4 L3 4 Z"/>',
+    ">": '<path d="M4 0 L-3 -4 L-3 4 Z"/>',
 }
 DASHES = {"--": "6 3", ":": "2 3", "-.": "7 3 2 3"}
 

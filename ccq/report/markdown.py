@@ -15,7 +15,8 @@ def words(text: str) -> str:
 
 def cell(part: d.Cell) -> str:
     text = f"**{words(part.text)}**" if part.bold else words(part.text)
-    return f"{text} <sub>{words(part.small)}</sub>" if part.small else text
+    small = part.named or part.small
+    return f"{text} <sub>{words(small)}</sub>" if small else text
 
 
 def table(part: d.Table) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import ccq
 from ccq.report import analyses, claims, figures, speed, tables
 from ccq.report import paper as papers
+from ccq.report import recall as recalls
 from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
 from ccq.report.collect import Collection
 from ccq.report.document import Columns, Details, Document, Equation, Heading, Items, Text, figures_of
@@ -70,8 +71,8 @@ def build(found: Collection) -> Document:
 
 
 def assemble(found: Collection) -> Document:
-    paper, results = papers.load(), Results(found)
-    verdicts = claims.judge(found, results, paper)
+    paper, results, recall = papers.load(), Results(found), recalls.Recall(found)
+    verdicts = claims.judge(found, results, paper, recall)
     parts: list[Any] = [
         Columns([[Text(WHAT, "lead"), EQUATION, Text(GATE)], [figures.picture()]], "hero"),
         Columns(
@@ -91,8 +92,7 @@ def assemble(found: Collection) -> Document:
     parts += optional(figures.needles(results))
     parts += [Heading("Past the training length", 2, "length"), *length(results)]
     parts += [Heading("LongBench", 2, "longbench"), tables.score_table("longbench", paper, results)]
-    if recall := tables.recall_table(results):
-        parts += [Heading("Recall", 2, "recall"), recall, *optional(figures.recall(results))]
+    parts += recalled(recall, results)
     parts += [Heading("Ablations", 2, "ablations"), tables.score_table("ablations", paper, results)]
     parts += optional(analyses.intervention_table(found))
     parts += [
@@ -129,6 +129,10 @@ def what_was_run(found: Collection) -> list[Any]:
     if runs:
         names = Counter(f"{run.system.label}, {run.system.size}" for run in runs if run.system)
         items.append(f"**{plural(len(runs), 'training run')}**: {counted(names)}")
+    sweeps = found.of("sweep")
+    if sweeps:
+        count = sum(len(source.content["runs"]) for source in sweeps)
+        items.append(f"**{plural(count, 'run')} of a sweep** (recall) in {plural(len(sweeps), 'file')}")
     evals = found.of("eval")
     if evals:
         models = Counter(source.system.label for source in evals if source.system)
@@ -145,7 +149,7 @@ def what_was_run(found: Collection) -> list[Any]:
             machines.setdefault(source.hardware, []).append(source.detail)
         where = "; ".join(f"{', '.join(dict.fromkeys(kinds))} on {machine}" for machine, kinds in machines.items())
         items.append(f"**{plural(len(benches), 'benchmark')}**: {where}")
-    if not evals and not runs:
+    if not evals and not runs and not sweeps:
         items.append("Nothing was trained or evaluated yet.")
     dates = sorted({source.date for source in found.sources if source.date != "unknown"})
     if dates:
@@ -163,7 +167,7 @@ def plural(count: int, word: str, words: str = "") -> str:
 
 def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
     """The answer in one sentence, then the headline claims."""
-    quality = [v for v in verdicts if v.claim["kind"] == "score"]
+    quality = [v for v in verdicts if v.claim["kind"] in ("score", "recall")]
     tried = [v for v in quality if v.ours != claims.NOT_RUN]
     shown = [v for v in verdicts if v.claim.get("headline") and v.ours != claims.NOT_RUN] or tried[:4]
     parts: list[Any] = []
@@ -212,6 +216,18 @@ def length(results: Results) -> list[Any]:
         "CCQ-Gated DeltaNet is lowest throughout; the Transformer is off the scale (above 1,700 on code at 20K)."
     )
     return [Text(text), figure if figure else Text("Here: not run yet.", "soft")]
+
+
+def recalled(recall: recalls.Recall, results: Results) -> list[Any]:
+    """Multi-query associative recall: what `ccq sweep mqar` trained, and what `ccq eval --suite mqar` asked."""
+    parts = [
+        *optional(recalls.sweep_table(recall)),
+        *recalls.figures_of(recall),
+        *optional(recalls.slice_table(recall)),
+        *optional(tables.recall_table(results)),
+        *optional(figures.recall(results)),
+    ]
+    return [Heading("Recall", 2, "recall"), *(parts or [Text("Here: not run yet.", "soft")])]
 
 
 def costs(found: Collection, paper: papers.Paper) -> list[tuple[str, float | None, float | None]]:

@@ -54,9 +54,11 @@ def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
         parts.append(f"{what}: {number(samples[0])} to {number(samples[1])}")
     shown = seeds or samples
     small = "" if shown is None else f"{number(shown[0], like)}–{number(shown[1], like)}"
+    named = [f"{name} {number(b[0], like)}–{number(b[1], like)}"
+             for name, b in (("seeds", seeds), ("samples", samples)) if b]  # fmt: skip
     told = [*parts, *(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
     mark = "†" if estimate.notes else ""
-    return Cell(number(estimate.value, like) + mark, small, "\n".join(told), kind="ours")
+    return Cell(number(estimate.value, like) + mark, small, "\n".join(told), kind="ours", named=", ".join(named))
 
 
 def score_table(name: str, paper: Paper, results: Results) -> Table:

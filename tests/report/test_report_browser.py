@@ -94,7 +94,7 @@ def test_the_page_in_a_browser(report, tmp_path):
     for width, page in seen.items():
         assert page["client"] == width
         assert page["scroll"] <= width, f"at {width} px the page scrolls sideways"
-        assert len(page["figures"]) == 11
+        assert len(page["figures"]) == 14
         for name, *panels in page["figures"]:
             assert panels, name
             for panel_width, height, left, right in panels:

@@ -11,13 +11,14 @@ from ccq.evaluate.compare import paired
 from ccq.report import claims, paper
 from ccq.report.collect import collect
 from ccq.report.numbers import STUDENT, Results, seed_interval
+from ccq.report.recall import Recall
 
 GROUP = "niah_single_1/4096"
 
 
 def judged(root):
     found = collect([root])
-    return {v.claim["says"]: v for v in claims.judge(found, Results(found), paper.load())}
+    return {v.claim["says"]: v for v in claims.judge(found, Results(found), paper.load(), Recall(found))}
 
 
 def needles(root, values):

@@ -240,7 +240,7 @@ def test_the_page_stands_by_itself(report, page):
 
 def test_figures_are_files_too(report, page):
     names = {"picture", "training", "needles", "extrapolation", "recall", "overhead", "throughput", "alignment_depth",
-             "alignment_tokens", "alignment_heads", "gates"}  # fmt: skip
+             "alignment_tokens", "alignment_heads", "gates", "mqar_course", "mqar_state", "mqar_gate"}  # fmt: skip
     assert {figure.removeprefix("figure-") for figure in page.figures} == names
     for name in names:
         assert (report / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -256,7 +256,7 @@ def test_the_first_screen_says_what_was_run_and_whether_it_helped(page):
     assert held >= 1
     counted = re.search(r"Of (\d+) claims about quality that were tried here, (\d+) holds?, (\d+) do not", top)
     assert counted
-    quality = [v for v in claims.load() if v["kind"] == "score"]
+    quality = [v for v in claims.load() if v["kind"] in ("score", "recall")]
     says = {claim["says"] for claim in quality}
     mine = [row for row in tried if row[0]["text"] in says]
     assert int(counted[1]) == len(mine)
@@ -299,6 +299,7 @@ def test_any_part_of_a_result_may_be_missing(everything, tmp_path):
 
     files = ["ccq-gla-nano-seed0/niah.json", "ccq-gla-nano-seed0/length.json", "runs/ccq_gla_tiny/config.json",
              *(f"analysis/{name}.json" for name in ("alignment_smollm", "gate_x", "intervene")),
+             "mqar_seeds.json",
              *(f"bench/{name}_h200.json" for name in ("layer", "prefill", "decode", "train"))]  # fmt: skip
     shutil.copytree(everything / "runs" / "ccq_gla_tiny", tmp_path / "run")
     rng = random.Random(0)

@@ -1,0 +1,118 @@
+"""Sweeps of recall: rates are chosen on validation samples, and claims are judged on paired seeds."""
+
+import math
+
+import numpy as np
+import pytest
+from made_results import RECALL, recall_run, sweep
+
+from ccq.report import claims, page
+from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN
+from ccq.report.collect import collect
+from ccq.report.docs import tables_of
+from ccq.report.numbers import seed_interval
+from ccq.report.recall import Recall, over_samples, spread_notes
+
+
+def recall_of(folder):
+    return Recall(collect([folder]))
+
+
+def test_the_rate_is_chosen_on_validation_samples_though_another_tests_better(tmp_path):
+    runs = [recall_run("gla", lr, 0, 2000) for lr in (1e-3, 3.16e-3)]
+    best = recall_run("gla", 1e-2, 0, 2000)
+    best["test"] = recall_run("transformer", 3.16e-3, 0, 2000)["test"]
+    sweep(tmp_path / "x.json", [*runs, best], "rows")
+    [row] = recall_of(tmp_path).rows
+    assert row.lr == 3.16e-3
+    assert row.estimate().value == pytest.approx(100 * runs[1]["test"]["accuracy"], abs=1e-3)
+    assert best["test"]["accuracy"] > runs[1]["test"]["accuracy"]
+
+
+def test_the_interval_over_samples_is_that_of_the_mean(tmp_path):
+    """Against the normal interval of the means of independent samples."""
+    rng = np.random.default_rng(0)
+    parts, variance, middle = [], 0.0, 0.0
+    for pairs, share in ((4, 0.9), (64, 0.4)):
+        right = rng.binomial(pairs, share, size=1000)
+        values, times = np.unique(right, return_counts=True)
+        parts.append({"pairs": pairs, "histogram": np.stack([values, times], 1).tolist()})
+        variance += (100 * right / pairs).var(ddof=1) / 1000 / 4
+        middle += (100 * right / pairs).mean() / 2
+    low, high = over_samples(parts)
+    half = 1.96 * math.sqrt(variance)
+    assert low == pytest.approx(middle - half, abs=0.1 * half)
+    assert high == pytest.approx(middle + half, abs=0.1 * half)
+
+
+def test_rows_are_told_by_their_config(everything):
+    labels = {row.system.label for row in recall_of(everything).rows}
+    assert labels == {"GLA", "Unit-norm GLA", "Unit-norm GLA, equal state", "CCQ-GLA", "CCQ-GLA, gate from 0.5",
+                      "Gated DeltaNet", "CCQ-Gated DeltaNet", "Transformer"}  # fmt: skip
+
+
+def test_a_run_again_with_its_seed_counts_once_and_its_spread_is_told(everything):
+    recall = recall_of(everything)
+    row = recall.row("ccq-gla", "128", 2000)
+    assert len(row.tried[row.lr]) == 3
+    assert len(row.runs) == 1
+    [note] = spread_notes(recall)
+    values = sorted(100 * recall_run("ccq_gla", 3.16e-3, 0, 2000, n)["test"]["accuracy"] for n in range(3))
+    assert f"trained 3 times with seed 0 gave {', '.join(f'{v:.2f}' for v in values)}" in note
+    assert f"a spread of {values[-1] - values[0]:.2f} points" in note
+
+
+def test_a_file_made_again_is_not_a_second_run(tmp_path, everything):
+    for name in ("a", "b"):
+        sweep(tmp_path / f"{name}.json", [recall_run("gla", 3.16e-3, seed, 2000) for seed in (0, 1)], "rows")
+    [row] = recall_of(tmp_path).rows
+    assert len(row.runs) == 2
+
+
+def verdict_of(folder, system, control):
+    found = collect([folder])
+    document = [c for c in claims.load() if c["kind"] == "recall" and (c["system"], c["control"]) == (system, control)]
+    return claims.recalls(document[0], Recall(found))
+
+
+def test_claims_are_judged_on_differences_of_equal_seeds(everything):
+    verdict = verdict_of(everything, "ccq-gla, gate from 0.5", "gla-unit")
+    pairs = [
+        100 * (recall_run("ccq_gla_open", 3.16e-3, seed, 10_000)["test"]["accuracy"]
+               - recall_run("gla_unit", 3.16e-3, seed, 10_000)["test"]["accuracy"])
+        for seed in (1, 2, 3)
+    ]  # fmt: skip
+    low, high = seed_interval(pairs)
+    assert f"[{low:+.2f}, {high:+.2f}] over 3 seeds".replace("-", "−") in verdict.ours
+    assert "at width 128, 10,000 steps" in verdict.ours
+    assert "over samples" in verdict.ours
+    assert verdict.verdict == (HOLDS if low > 0 else FAILS if high < 0 else verdict.verdict)
+    other = verdict_of(everything, "ccq-gated-deltanet", "gated-deltanet")
+    assert other.verdict == FAILS
+    assert verdict_of(everything, "ccq-gla", "gla-unit, equal state").verdict == FEW
+
+
+def test_what_was_not_run_is_said(tmp_path):
+    sweep(tmp_path / "x.json", [recall_run("gla", 3.16e-3, 0, 2000)], "rows", missing=("ccq_gla-mqar-lr1e-3",))
+    assert verdict_of(tmp_path, "ccq-gla", "gla").ours == NOT_RUN
+    found = collect([tmp_path])
+    assert found.unfinished == ["x.json: 1 run is missing."]
+    table = tables_of(page.build(found).parts)["mqar"]
+    assert any("ccq_gla-mqar-lr1e-3" in note for note in table.notes)
+
+
+def test_the_table_shows_how_rows_were_treated(everything):
+    table = tables_of(page.build(collect([everything])).parts)["mqar"]
+    assert [block.title for block in table.blocks] == ["Width 128, 2,000 steps", "Width 128, 10,000 steps"]
+    rows = {row.label.text.split(" [")[0]: row.cells for row in table.blocks[0].rows}
+    assert set(rows) == {"GLA", "Unit-norm GLA", "Unit-norm GLA, equal state", "CCQ-GLA", "CCQ-GLA, gate from 0.5",
+                         "Gated DeltaNet", "CCQ-Gated DeltaNet", "Transformer"}  # fmt: skip
+    accuracy, seeds, rate, tokens, body, embeddings, state, covariance, lam = rows["CCQ-GLA"]
+    assert (rate.text, rate.small) == ("0.00316", "best of 3")
+    assert [c.text for c in (tokens, body, embeddings)] == ["65.54M", "0.10M", "1.05M"]
+    assert [c.text for c in (state, covariance, lam, seeds)] == ["12.0", "4.0", "0.060", "1"]
+    assert accuracy.text == f"{100 * recall_run('ccq_gla', 3.16e-3, 0, 2000)['test']['accuracy']:.1f}"
+    assert accuracy.named.startswith("samples ")
+    late = {row.label.text.split(" [")[0]: row.cells for row in table.blocks[1].rows}
+    assert late["CCQ-GLA"][0].named.startswith("seeds ")
+    assert len(RECALL) == len(rows)
