@@ -7,6 +7,8 @@ B batch, N sequences (B of them, or packed ones), T tokens, C channels, W width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -78,7 +80,7 @@ class ShortConv(nn.Module):
         if resolve(backend, x.device, x.dtype, 1) == "triton":
             from ccq.mixers import fused_conv  # imports Triton
 
-            return fused_conv.step(x, state, self.weight, self.bias, self.silu)
+            return fused_conv.step([x], state, [self.weight], self.bias, self.silu)[0]
         high = stats_dtype(x.dtype)
         window = torch.cat([state, x[..., None].to(state.dtype)], -1)
         state.copy_(window[..., 1:])
@@ -86,6 +88,18 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             y = y + self.bias.to(high)
         return (F.silu(y) if self.silu else y).to(x.dtype)
+
+
+def step_together(
+    convs: Sequence[ShortConv], xs: Sequence[Float[Tensor, "B C"]], state: Float[Tensor, "B C2 W1"], backend: str
+) -> list[Tensor]:
+    """`step` of convolutions of one width, without bias, whose channels follow each other in one state."""
+    if resolve(backend, xs[0].device, xs[0].dtype, 1) == "triton":
+        from ccq.mixers import fused_conv  # imports Triton
+
+        return fused_conv.step(xs, state, [conv.weight for conv in convs], silu=convs[0].silu)
+    pasts = state.split([x.shape[-1] for x in xs], 1)
+    return [conv.step(x, past, backend) for conv, x, past in zip(convs, xs, pasts, strict=True)]
 
 
 def owner(cu_seqlens: Tensor, length: int) -> Tensor:

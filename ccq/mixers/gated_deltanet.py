@@ -45,8 +45,13 @@ class GatedDeltaNet(KeyValueMixer):
         self.fill("A_log", lambda a: log_uniform_(a, 0.0, 16.0))
         self.fill("dt_bias", inverse_softplus_of_times_)
 
-    def write(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
-        a, b = self.a_proj(x), self.b_proj(x)
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.a_proj, self.b_proj]
+
+    def gates(  # type: ignore[override]
+        self, x: Float[Tensor, "*B D"], a: Float[Tensor, "*B H"], b: Float[Tensor, "*B H"]
+    ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not a.numel()
         if not plain and resolve(self.config.backend, a.device, a.dtype, 1) == "triton":
             from ccq.mixers import fused_gates  # imports Triton

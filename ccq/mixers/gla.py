@@ -2,7 +2,7 @@
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T        g_t = logsigmoid(W_2 W_1 x_t + b) / 16, W_1 of rank 16
 
-D hidden size, H heads, F features of a key.
+D hidden size, H heads, F features of a key, R the rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import register
 from ccq.mixers.key_value import KeyValueMixer
+from ccq.mixers.linear import fusible
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -30,5 +31,19 @@ class GatedLinearAttention(KeyValueMixer):
             nn.Linear(config.gate_low_rank, self.heads * self.features),
         )
 
-    def write(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H F"], None]:
-        return F.logsigmoid(self.gk_proj(x)).unflatten(-1, (self.heads, -1)) / self.normalizer, None
+    @property
+    def low_rank(self) -> list[nn.Linear]:
+        return list(self.gk_proj)  # type: ignore[arg-type]
+
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.low_rank[0]]
+
+    def gates(self, x: Float[Tensor, "*B D"], low: Float[Tensor, "*B R"]) -> tuple[Float[Tensor, "*B H F"], None]:  # type: ignore[override]
+        last = self.low_rank[1]
+        if fusible(low, [last], self.config.backend):
+            from ccq.mixers import fused_gates  # imports Triton
+
+            g = fused_gates.low_rank_decay(low, last.weight, last.bias, self.normalizer)
+            return g.unflatten(-1, (self.heads, -1)), None
+        return F.logsigmoid(last(low)).unflatten(-1, (self.heads, -1)) / self.normalizer, None

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ccq.mixers.base import LayerState, Mixer, Sequences
 from ccq.mixers.cleaning import QueryCleaner
-from ccq.mixers.conv import ShortConv, final_state
+from ccq.mixers.conv import ShortConv, final_state, step_together
 from ccq.mixers.feature_maps import make_feature_map
+from ccq.mixers.linear import project
 from ccq.mixers.norms import GatedRMSNorm, RMSNorm
 from ccq.mixers.recurrence import flops, recurrence
 from ccq.ops.reference import stats_dtype
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 class KeyValueMixer(Mixer):
     """q, k, v -> (short convolution) -> (feature map) -> (cleaning) -> state -> norm, gate -> output.
 
-    A subclass gives `write`: the log-decay g and the strength beta of the delta rule, from x.
+    A subclass gives `gates`, the log-decay g and the strength beta of the delta rule, and `writers`, the Linears that
+    they see x through.
     """
 
     silu = False  # whether q, k and v pass a SiLU without a convolution too
-    delta = False  # whether `write` returns a beta
+    delta = False  # whether `gates` returns a beta
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -61,8 +63,15 @@ class KeyValueMixer(Mixer):
         """Channels of q, k and v, in the order in which they lie in the state of the convolution."""
         return [self.key_width, self.key_width, self.value_width]
 
-    def write(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor | None, Tensor | None]:
-        """g [*B, H] or [*B, H, F] and beta [*B, H]; None for no decay, and for an additive write."""
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return []
+
+    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """g [*B, H] or [*B, H, F] and beta [*B, H]; None for no decay, and for an additive write.
+
+        `projected` is what the `writers` made of x.
+        """
         raise NotImplementedError
 
     def heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,8 +79,8 @@ class KeyValueMixer(Mixer):
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
         return q, k, v
 
-    def output(self, o: Float[Tensor, "*B H V"], x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        o = self.o_norm(o) if self.g_proj is None else self.o_norm(o, self.g_proj(x).unflatten(-1, (self.heads, -1)))
+    def output(self, o: Float[Tensor, "*B H V"], gate: Float[Tensor, "*B HV"] | None) -> Float[Tensor, "*B D"]:
+        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (self.heads, -1)))
         return self.o_proj(o.flatten(-2))
 
     def forward(
@@ -94,33 +103,38 @@ class KeyValueMixer(Mixer):
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
         q, k, covariance = self.cleaner(raw, self.feature_map_q(raw), self.feature_map_k(k), seqs, state, output_state)
-        g, beta = self.write(x)
+        g, beta = self.gates(x, *(writer(x) for writer in self.writers))
         o, recurrent = recurrence(
             q, k, v, g, beta, initial_state=None if state is None else state["recurrent"],
             output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.config.backend,
         )  # fmt: skip
+        y = self.output(o, None if self.g_proj is None else self.g_proj(x))
         if not output_state:
-            return self.output(o, x), None
+            return y, None
         new["recurrent"] = recurrent
         if covariance is not None:
             new["covariance"] = covariance
-        return self.output(o, x), new
+        return y, new
 
     @torch.no_grad()
     def step(
         self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
     ) -> Float[Tensor, "B D"]:
-        qkv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        linears = [self.q_proj, self.k_proj, self.v_proj, *self.writers]
+        if self.g_proj is not None:
+            linears.append(self.g_proj)
+        projected = project(x, linears, self.config.backend)
+        gate = None if self.g_proj is None else projected.pop()
+        qkv = projected[:3]
         if self.conv_size is not None:
-            past = state["conv"].split(self.widths, 1)
-            convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            qkv = [conv.step(y, p, self.config.backend) for conv, y, p in zip(convs, qkv, past, strict=True)]
+            qkv = step_together((self.q_conv1d, self.k_conv1d, self.v_conv1d), qkv, state["conv"], self.config.backend)
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
         q = self.feature_map_q(raw)
         k = self.feature_map_k(k)
-        return self.output(self.cleaner.step(raw, q, k, v, state, *self.write(x)), x)
+        o = self.cleaner.step(raw, q, k, v, state, *self.gates(x, *projected[3:]))
+        return self.output(o, gate)
 
     def new_state(
         self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @register("linear_attention")
 class LinearAttention(KeyValueMixer):
-    def write(self, x: Float[Tensor, "*B D"]) -> tuple[None, None]:
+    def gates(self, x: Float[Tensor, "*B D"]) -> tuple[None, None]:  # type: ignore[override]
         return None, None
 
 
@@ -34,7 +34,7 @@ class LinearAttention(KeyValueMixer):
 class RetNet(KeyValueMixer):
     """RetNet's decays, from 1/32 of the state a token to 2^-(4+H); without its rotation of q and k."""
 
-    def write(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H"], None]:
+    def gates(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H"], None]:  # type: ignore[override]
         head = torch.arange(self.heads, device=x.device, dtype=stats_dtype(x.dtype))
         return torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:-1], -1), None
 
@@ -48,5 +48,9 @@ class DeltaNet(KeyValueMixer):
         super().__init__(config, layer)
         self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
 
-    def write(self, x: Float[Tensor, "*B D"]) -> tuple[None, Float[Tensor, "*B H"]]:
-        return None, high(self.b_proj(x)).sigmoid()
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.b_proj]
+
+    def gates(self, x: Float[Tensor, "*B D"], b: Float[Tensor, "*B H"]) -> tuple[None, Float[Tensor, "*B H"]]:  # type: ignore[override]
+        return None, high(b).sigmoid()

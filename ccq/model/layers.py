@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ccq.mixers.linear import fusible
 from ccq.mixers.norms import RMSNorm, fused
 
 __all__ = ["RMSNorm", "SwiGLU", "add_norm"]
@@ -21,6 +22,10 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        if fused(x) and fusible(x, (self.gate_proj, self.up_proj)):
+            from ccq.mixers import fused_linear  # imports Triton
+
+            return self.down_proj(fused_linear.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         gate, up = self.gate_proj(x), self.up_proj(x)
         if fused(gate):
             from fla.modules.activations import swiglu, swiglu_linear

@@ -14,7 +14,7 @@ from helpers import TOLERANCE, assert_close, checked
 from torch import Tensor
 
 from ccq.mixers.base import Sequences
-from ccq.mixers.conv import ShortConv, final_state
+from ccq.mixers.conv import ShortConv, final_state, step_together
 
 C = 5
 CLOSE = 10 * TOLERANCE[torch.float64]
@@ -105,6 +105,39 @@ def test_steps_are_the_convolution(width, silu, backend):
     assert_close("state", final, state, 10 * TOLERANCE[dtype])
     assert (every[:, :2] == 7).all()
     assert (every[:, C + 2 :] == 7).all()
+
+
+def together(width, backend, dtype, device="cpu", sizes=(C, 300, 2)):
+    """Steps of three convolutions whose channels follow each other in one state, as q, k and v have them."""
+    torch.manual_seed(width)
+    convs = [ShortConv(size, width, std=0.5).to(device, dtype) for size in sizes]
+    xs = [draw(2, 6, size, seed=size).to(device, dtype) for size in sizes]
+    every = draw(2, sum(sizes) + 3, width - 1, seed=9).to(device, dtype)
+    before, state = every.clone(), every[:, 1:-2]
+    pasts = state.clone().split(sizes, 1)
+    with torch.no_grad():
+        steps = [
+            step_together(convs, tokens, state, backend) for tokens in zip(*(x.unbind(1) for x in xs), strict=True)
+        ]
+    for conv, x, past, end, got in zip(convs, xs, pasts, state.split(sizes, 1), zip(*steps, strict=True), strict=True):
+        inputs = torch.cat([past, x.mT], -1)
+        ref = F.silu(F.conv1d(inputs.double(), conv.weight.double(), groups=x.shape[-1])).mT
+        assert_close("y", ref, torch.stack(got, 1), 10 * TOLERANCE[dtype])
+        assert torch.equal(end, inputs[..., inputs.shape[-1] - width + 1 :])
+    assert torch.equal(every[:, :1], before[:, :1])
+    assert torch.equal(every[:, -2:], before[:, -2:])
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("backend", ["chunk", "triton"])
+def test_three_convolutions_step_in_one_launch(width, backend):
+    together(width, backend, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_three_convolutions_step_in_one_launch_on_a_gpu(dtype):
+    together(4, "auto", dtype, "cuda", (1536, 1536, 3072))
 
 
 def test_half_precision_is_fp32_inside():

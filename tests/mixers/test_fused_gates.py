@@ -1,9 +1,11 @@
-"""The gates of the delta rule in one launch, against plain PyTorch in fp64."""
+"""The gates of the delta rule and of gated linear attention in one launch, against plain PyTorch in fp64."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from helpers import assert_close
+import torch.nn.functional as F
+from helpers import TOLERANCE, assert_close
 
 from ccq.mixers import fused_gates
 from ccq.mixers.gated_deltanet import log_decay
@@ -18,3 +20,30 @@ def test_gates_are_those_of_plain_pytorch(nan_in_fresh_memory):
     # each by itself: a rate of 1e-12 must keep its digits beside one of 40
     assert_close("g", torch.ones_like(expected), g / expected, 1e-5)
     assert_close("beta", b.double().sigmoid(), beta, 1e-6)
+
+
+def check_low_rank(rows, rank, channels, dtype, device="cpu"):
+    rng = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*n, generator=rng).to(device, dtype) for n in ((rows, rank), (channels, rank), (channels,))
+    )
+    bias[:40] = torch.linspace(-60, 60, 40)  # where the exponential vanishes, and where it is all
+    z = x.double() @ weight.double().T + bias.double()
+    expected = F.logsigmoid(z.to(dtype).double()) / 16
+    got = fused_gates.low_rank_decay(x, weight, bias, 16)
+    assert got.dtype == dtype
+    # each by itself: a rate of 1e-12 must keep its digits beside one of 4
+    allowed = 1e-5 if dtype == torch.float32 else 8 * TOLERANCE[dtype]
+    ratio = got.double() / expected
+    assert_close("g", torch.ones_like(ratio), ratio, allowed)
+
+
+@pytest.mark.parametrize(("rows", "rank", "channels"), [(1, 16, 300), (3, 5, 64)])
+def test_low_rank_decays_are_those_of_plain_pytorch(rows, rank, channels, nan_in_fresh_memory):
+    check_low_rank(rows, rank, channels, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_rank_decays_on_a_gpu(dtype):
+    check_low_rank(8, 16, 1536, dtype, "cuda")

@@ -396,7 +396,7 @@ def test_reads_are_weighted_sums_of_values(name):
         with torch.no_grad():  # a gate this open forgets nothing
             mixer.gk_proj[1].bias.fill_(1e3)
     o = ((q @ k.mT * decay).tril() @ v / 8**0.5).transpose(0, 1)[None]
-    assert_close("y", mixer.output(o, x), mixer(x, Sequences(1))[0], 1e-12)
+    assert_close("y", mixer.output(o, mixer.g_proj(x)), mixer(x, Sequences(1))[0], 1e-12)
 
 
 def test_cleaning_is_the_operator_between_gate_and_read():
@@ -412,7 +412,7 @@ def test_cleaning_is_the_operator_between_gate_and_read():
             sigma = keys.T @ keys / (t + 1) - torch.outer(keys.mean(0), keys.mean(0))
             clean = q[t, h] - lam[t, h] * sigma @ q[t, h]
             o[t, h] = 8**-0.5 * (keys @ clean) @ v[: t + 1, h]
-    assert_close("y", mixer.output(o[None], x), mixer(x, Sequences(1))[0], 1e-12)
+    assert_close("y", mixer.output(o[None], mixer.g_proj(x)), mixer(x, Sequences(1))[0], 1e-12)
 
 
 def test_mamba2_is_its_equations_in_groups():

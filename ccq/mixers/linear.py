@@ -1,0 +1,48 @@
+"""Linears that see the same x: one launch for the few rows of a decode step on a GPU, one by one elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.mixers import norms
+from ccq.ops.dispatch import resolve
+
+ROWS = 16  # of x, up to which our kernels take it (0: never); with more, a GEMM has work to do
+
+
+def fusible(x: Tensor, linears: Sequence[nn.Linear], backend: str = "auto") -> bool:
+    """Whether a kernel of ours may stand for these: plain Linears, nothing hooked to them, and few rows."""
+    return (
+        norms.FUSED
+        and x.ndim == 2
+        and 0 < x.shape[0] <= ROWS
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(plain(linear, x.dtype) for linear in linears)
+        and resolve(backend, x.device, x.dtype, 1) == "triton"
+    )
+
+
+def plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
+    return (
+        type(linear) is nn.Linear  # an adapter in its place wants to be called
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and type(linear.weight) in (nn.Parameter, Tensor)
+        and linear.weight.dtype == dtype
+        and linear.weight.is_contiguous()
+    )
+
+
+def project(x: Float[Tensor, "*B D"], linears: Sequence[nn.Linear], backend: str = "auto") -> list[Tensor]:
+    """What each of the Linears makes of x."""
+    if fusible(x, linears, backend) and all(linear.bias is None for linear in linears):
+        from ccq.mixers import fused_linear  # imports Triton
+
+        return fused_linear.project(x, [linear.weight for linear in linears])
+    return [linear(x) for linear in linears]

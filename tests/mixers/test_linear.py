@@ -1,0 +1,106 @@
+"""The Linears of a decode step in one launch, against PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TOLERANCE, assert_close
+from torch import Tensor, nn
+
+from ccq.mixers import fused_conv, fused_gates, fused_linear, linear, make_mixer, norms
+from ccq.model import CCQConfig
+
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype=torch.float32, device="cpu") -> Tensor:
+    x = scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(device, dtype)
+
+
+def check(rows, inputs, outputs, dtype, device="cpu"):
+    x = draw(rows, inputs, dtype=dtype, device=device)
+    options = {"scale": inputs**-0.5, "dtype": dtype, "device": device}
+    weights = [draw(n, inputs, seed=n + i + 1, **options) for i, n in enumerate(outputs)]
+    got = fused_linear.project(x, weights)
+    allowed = 2 * TOLERANCE[dtype]
+    for y, weight in zip(got, weights, strict=True):
+        assert y.dtype == dtype
+        assert_close("y", x.double() @ weight.double().T, y, allowed)
+    gate, up = (draw(outputs[0], inputs, seed=seed, **options) for seed in (1, 2))
+    g, u = ((x.double() @ w.double().T).to(dtype).double() for w in (gate, up))  # stored between, as by two Linears
+    # half precision: a product near the middle of two numbers may be rounded to either
+    assert_close("swiglu", F.silu(g) * u, fused_linear.swiglu(x, gate, up), 2 * allowed)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(128, [32]), (300, [32, 17, 64, 1]), (64, [40, 40, 80, 80, 16, 3])], ids=str
+)
+def test_as_pytorch_multiplies(rows, inputs, outputs):
+    check(rows, inputs, outputs, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("outputs", [[1536, 1536, 3072, 3072, 16], [1536, 1536, 3072, 3072, 6, 6]], ids=len)
+def test_as_pytorch_multiplies_on_a_gpu(dtype, outputs):
+    check(8, 2048, outputs, dtype, "cuda")
+
+
+@pytest.mark.parametrize("system", ["ccq-gla", "ccq-gated-deltanet"])
+def test_steps_of_a_mixer_with_our_kernels_are_its_steps_without(system, monkeypatch):
+    """All that a step fuses, in Triton's interpreter: one launch for what sees x, one for the convolutions."""
+    torch.manual_seed(0)
+    mixers = [make_mixer(CCQConfig.preset(f"{system}-tiny", backend=backend), 0) for backend in ("triton", "chunk")]
+    for parameter in mixers[0].parameters():
+        nn.init.normal_(parameter, std=0.2)
+    mixers[1].load_state_dict(mixers[0].state_dict())
+    calls = []
+    for module, name in ((fused_linear, "project"), (fused_conv, "step"), (fused_gates, "low_rank_decay")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: calls.append(n) or f(*a, **k))
+    states = [mixer.new_state(2, None, torch.float32) for mixer in mixers]
+    for token in draw(2, 3, 64).unbind(1):
+        got, ref = (mixer.step(token, state) for mixer, state in zip(mixers, states, strict=True))
+        assert_close("y", ref, got, 1e-5)
+    for name in states[0].keys() - {"covariance"}:
+        assert_close(name, states[1][name], states[0][name], 1e-5)
+    assert calls == ["project", "step" if "delta" in system else "low_rank_decay"] * 3
+
+
+class Adapter(nn.Linear):
+    """Not what it seems, as an adapter is not."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_only_plain_linears_are_fused(monkeypatch):
+    """Whatever else stands in their place is called, and rows that a GEMM is better at go to it."""
+    x = draw(2, 20)
+    given = [nn.Linear(20, n, bias=False) for n in (5, 7)]
+    ways = []
+    original = fused_linear.project
+    monkeypatch.setattr(fused_linear, "project", lambda *a: ways.append(1) or original(*a))
+
+    def fused(x=x, linears=given, backend="triton"):
+        with torch.no_grad():
+            ways.clear()
+            for y, module in zip(linear.project(x, linears, backend), linears, strict=True):
+                torch.testing.assert_close(y, module(x))
+        return bool(ways)
+
+    assert fused()
+    assert not fused(backend="chunk")
+    assert not fused(draw(17, 20))
+    assert not fused(draw(2, 3, 20))
+    assert not fused(linears=[*given, nn.Linear(20, 3)])
+    assert not fused(linears=[*given, Adapter(20, 3, bias=False)])
+    handle = given[0].register_forward_hook(lambda *_: None)
+    assert not fused()
+    handle.remove()
+    assert linear.project(x, given, "triton")[0].requires_grad
+    monkeypatch.setattr(norms, "FUSED", False)
+    assert not fused()
