@@ -56,6 +56,8 @@ class Options:
     lengths: tuple[int, ...] | None = None
     max_lengths: tuple[int, ...] | None = None
     limit: int | None = None
+    tokens: int | None = None
+    answer_tokens: int | None = None
     tasks: tuple[str, ...] | None = None
     seed: int = 42
     sizing: str = "largest"
@@ -380,6 +382,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder of the results; an unfinished one there is resumed")
     add("--data", type=Path, help="folder of the evaluation data; without it, from the Hub")
     add("--lengths", type=whole_numbers, help="niah, length, mqar: lengths in tokens, with commas between")
+    add("--tokens", type=positive, help="length: of each corpus at most so many, from its start")
+    add("--answer-tokens", type=positive, help="niah: generate so many (default: RULER's 128)")
     add("--slices", type=recall_slices, help="mqar: instead of zoology's, such as 32x4x256: tokens, pairs, samples")
     add("--recall-vocab-size", type=positive, help="mqar: tokens that samples are made of (default: 8192)")
     add("--max-length", type=whole_numbers, dest="max_lengths", help="lm (default 4096,8192), longbench (8192,4096)")

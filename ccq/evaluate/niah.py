@@ -312,7 +312,7 @@ def build(options, tokenizer) -> RequestSet:
         "seed": options.seed,
         "sizing": options.sizing,
         "keys": options.keys,
-        "max_new_tokens": ANSWER,
+        "max_new_tokens": options.answer_tokens or ANSWER,
     }
     builder, hashes, fill = Builder(), {}, {}
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -325,7 +325,8 @@ def build(options, tokenizer) -> RequestSet:
             for row in rows:
                 tokens = tokenizer(row["prompt"]).input_ids
                 meta = {"answer": row["answer"], "depth": row["depth"], "group": f"{task}/{length}"}
-                builder.add(f"{task}/{length}/{row['index']}", "generate", tokens, max_new=ANSWER, stop=stop, meta=meta)
+                how = {"max_new": settings["max_new_tokens"], "stop": stop, "meta": meta}
+                builder.add(f"{task}/{length}/{row['index']}", "generate", tokens, **how)
     settings["sample_files"] = hashes
     settings["least_filled"] = fill
     sized = (
@@ -334,6 +335,8 @@ def build(options, tokenizer) -> RequestSet:
         else "sized as lm-evaluation-harness 0.4.13 does"
     )
     notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
+    if settings["max_new_tokens"] < ANSWER:
+        notes.append(f"{settings['max_new_tokens']} tokens of answer instead of RULER's {ANSWER}")
     if "niah_book" in settings["tasks"]:
         told = book()
         notes.append(f"niah_book: the haystack is {told['title']} by {told['author']}, not RULER's essays")
