@@ -64,18 +64,21 @@ def documents(corpus: str, data: Path | None) -> list[str]:
     return list(dict.fromkeys(sources.from_hub(f"the corpus {corpus}", load)))
 
 
-def stream(texts: list[str], tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, document of each token); documents are joined by end-of-text, which counts to the one it ends."""
+def stream(texts: list[str], tokenizer, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, document of each token), the first `most` of them; documents are joined by end-of-text, which counts to
+    the one it ends."""
     if tokenizer.eos_token_id is None:
         raise EvaluationError("the tokenizer has no end-of-text token (eos_token) to join documents with")
     pieces, owners = [], []
     for number, text in enumerate(texts):
+        if most is not None and sum(map(len, pieces)) >= most:
+            break
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if number < len(texts) - 1:
             ids = [*ids, tokenizer.eos_token_id]
         pieces.append(np.asarray(ids, dtype=np.int32))
         owners.append(np.full(len(ids), number, dtype=np.int32))
-    return np.concatenate(pieces), np.concatenate(owners)
+    return np.concatenate(pieces)[:most], np.concatenate(owners)[:most]
 
 
 def window(
@@ -105,9 +108,13 @@ def build(options, tokenizer) -> RequestSet:
         raise EvaluationError(f"--lengths: a window has at least 2 tokens, got {lengths[0]}")
     builder, corpora, longest = Builder(), {}, lengths[-1]
     for corpus in options.tasks or CORPORA:
-        tokens, owner = stream(documents(corpus, options.data), tokenizer)
+        most = None if options.limit is None else options.limit * longest  # no window reaches further
+        if options.tokens is not None:
+            most = min(options.tokens, most or options.tokens)
+        texts = documents(corpus, options.data)
+        tokens, owner = stream(texts, tokenizer, most)
         base = builder.stream(tokens)
-        corpora[corpus] = {"documents": int(owner[-1]) + 1, "tokens": len(tokens)}
+        corpora[corpus] = {"documents": len(texts), "tokens": len(tokens)}
         for length in lengths:
             for number in range(limited(len(tokens) // length, options.limit)):
                 name, begin = f"{corpus}/{length}/{number}", number * length
@@ -121,7 +128,7 @@ def build(options, tokenizer) -> RequestSet:
                     builder.requests.append(window(name, base, end - length, end, owner, scored=SCORED))
     if not builder.requests:
         raise EvaluationError(f"--lengths: no corpus has a window of {lengths[0]} tokens: {corpora}")
-    settings = {"corpora": corpora, "lengths": lengths, "scored": SCORED, "block": BLOCK}
+    settings = {"corpora": corpora, "lengths": lengths, "scored": SCORED, "block": BLOCK, "tokens": options.tokens}
     return builder.done("length", settings)
 
 

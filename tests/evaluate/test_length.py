@@ -157,3 +157,15 @@ def test_memory_is_flat_in_length():
         asked = types.SimpleNamespace(requests=[request], of=lambda r, n=size: np.arange(n) % 600)
         list(engine.run(asked))
         assert model.base_model.longest == 32
+
+
+def test_a_limit_reads_no_further_than_its_windows_and_asks_the_same(tmp_path):
+    data = write_corpora(tmp_path, ["abcde" * 8, "edcba" * 8, "aabbc" * 8])
+    asked = {
+        limit: length.build(Options(tmp_path, data=data, lengths=(8, 32), limit=limit, tasks=("pg19",)), Letters())
+        for limit in (None, 2)
+    }
+    assert len(asked[2].tokens) == 64 < len(asked[None].tokens)
+    assert {r.id: asked[2].key(r) for r in asked[2].requests}.items() <= {
+        r.id: asked[None].key(r) for r in asked[None].requests
+    }.items()
