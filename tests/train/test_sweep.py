@@ -261,14 +261,20 @@ def test_mistakes_are_named(line, said, tmp_path, capsys):
 @pytest.mark.parametrize("row", sweep.ROWS)
 def test_captured_steps_are_the_steps(row):
     device = torch.device("cuda")
-    made = []
+    made, fresh = [], {}
     for capture in (True, False):
         config = recipe(f"{row}_mqar")
-        config.steps, config.dtype, config.data.batch = 8, "fp32", 32
+        config.steps, config.data.batch = 8, 32
         config.data.slices = ((64, 4, 200), (128, 8, 200), (256, 64, 200))
         config.data.valid_slices = ((64, 4, 50),)
-        run = RecallRun(config, device, RecallData.of(config, device)).start(capture)
+        run = RecallRun(config, device, RecallData.of(config, device))
+        torch.cuda.synchronize()
+        fresh = {name: x.detach().clone() for name, x in run.trainer.prepared.masters.items()}
+        torch.cuda.synchronize()
+        run.start(capture)
         assert run.captured == capture
+        for name, x in run.trainer.prepared.masters.items():
+            assert torch.equal(x, fresh[name]), name  # warming up left nothing behind
         for step in range(8):
             run.advance(step)
         run.look()
@@ -277,9 +283,14 @@ def test_captured_steps_are_the_steps(row):
     captured, plain = made
     trainer, source = Trainer(plain.config, World(0, 1, device)), train_source(plain.config)
     truth = torch.tensor([trainer.step([source.batch(step)]).loss for step in range(8)], dtype=torch.float64)
-    torch.testing.assert_close(captured.losses, plain.losses, rtol=1e-6, atol=0)
-    torch.testing.assert_close(plain.losses.cpu(), truth, rtol=1e-4, atol=0)  # logits in other chunks
-    assert int(captured.skipped) == 0
-    assert (captured.at, captured.valid_right) == (plain.at, plain.valid_right)
-    for (name, a), b in zip(captured.model.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+    # the same kernels on the same numbers; a later step may differ where sums have no fixed order, by roundings of bf16
+    torch.testing.assert_close(captured.losses[:2], plain.losses[:2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(captured.losses, plain.losses, rtol=1e-3, atol=0)
+    torch.testing.assert_close(plain.losses.cpu(), truth, rtol=2e-3, atol=0)  # logits of all positions, in other chunks
+    assert int(captured.skipped) == int(plain.skipped) == 0
+    assert int(captured.at) == int(plain.at) == 8
+    assert captured.lams.isfinite().all()
+    masters = plain.trainer.prepared.masters
+    for name, x in captured.trainer.prepared.masters.items():
+        assert (x - masters[name]).norm() <= 2e-2 * masters[name].norm(), name
+        assert not torch.equal(x, fresh[name]), name
