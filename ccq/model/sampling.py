@@ -56,7 +56,7 @@ def sample(
     del first
     padding = settings._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
     unfinished = torch.ones(ids.shape[0], dtype=torch.int64, device=ids.device)
-    host = HostCopy(unfinished)
+    host = HostCopy(unfinished, 1 if streamer is None else 2)
     while True:
         scores = processors(ids, logits.to(torch.float32, copy=True))
         if settings.do_sample:
@@ -67,12 +67,12 @@ def sample(
             tokens = tokens * unfinished + padding * (1 - unfinished)
         ids = torch.cat([ids, tokens[:, None]], 1)
         unfinished = unfinished & ~criteria(ids, None)
-        host.send(unfinished, tokens)
+        host.send(unfinished, *(() if streamer is None else (tokens,)))
         last = settings.max_length is not None and ids.shape[1] >= settings.max_length
         ahead = None if last else step(model, tokens, cache, arguments["graph_length"])
-        going, chosen = host.receive()
+        going, *chosen = host.receive()
         if streamer is not None:
-            streamer.put(chosen)
+            streamer.put(chosen[0])
         if not going.any():
             break
         logits = step(model, tokens, cache, arguments["graph_length"]) if ahead is None else ahead
@@ -90,11 +90,11 @@ def step(model: CCQForCausalLM, tokens: Int[Tensor, " B"], cache: CCQCache, grap
 
 
 class HostCopy:
-    """Two tensors [B] of int64 on their way to the host, past what is launched after them."""
+    """Tensors [B] of int64 on their way to the host, past what is launched after them."""
 
-    def __init__(self, like: Int[Tensor, " B"]) -> None:
+    def __init__(self, like: Int[Tensor, " B"], count: int) -> None:
         self.device = like.device
-        self.memory = torch.empty(2, *like.shape, dtype=torch.int64, pin_memory=like.is_cuda)
+        self.memory = torch.empty(count, *like.shape, dtype=torch.int64, pin_memory=like.is_cuda)
         self.arrived = torch.cuda.Event() if like.is_cuda else None
 
     def send(self, *values: Int[Tensor, " B"]) -> None:
@@ -103,8 +103,7 @@ class HostCopy:
         if self.arrived is not None:
             self.arrived.record(torch.cuda.current_stream(self.device))
 
-    def receive(self) -> tuple[Tensor, Tensor]:
+    def receive(self) -> tuple[Int[Tensor, " B"], ...]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        first, second = self.memory.clone()
-        return first, second
+        return self.memory.clone().unbind()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from helpers import TOLERANCE, assert_close
 from torch import Tensor, nn
 
 from ccq.mixers import fused_conv, fused_gates, fused_linear, linear, make_mixer, norms
-from ccq.model import CCQConfig
+from ccq.model import CCQConfig, CCQForCausalLM
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
@@ -68,6 +70,29 @@ def test_steps_of_a_mixer_with_our_kernels_are_its_steps_without(system, monkeyp
     for name in states[0].keys() - {"covariance"}:
         assert_close(name, states[1][name], states[0][name], 1e-5)
     assert calls == ["project", "step" if "delta" in system else "low_rank_decay"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("system", ["ccq-gla", "ccq-gated-deltanet"])
+def test_steps_of_a_block_with_our_kernels_are_its_steps_without_on_a_gpu(system, dtype, monkeypatch):
+    """Mixer, MLP and residuals of the size that is measured, from the same state each time."""
+    torch.manual_seed(0)
+    block = CCQForCausalLM(CCQConfig.preset(f"{system}-1.3b", num_hidden_layers=1)).model.layers[0].to("cuda", dtype)
+    state = block.mixer.new_state(8, "cuda", dtype)
+    for seed in range(4):
+        before = copy.deepcopy(state)
+        x, y = (draw(8, 2048, seed=2 * seed + i, dtype=dtype, device="cuda") for i in range(2))
+        with torch.no_grad():
+            got = block.step(x, y, state, None)
+            monkeypatch.setattr(norms, "FUSED", False)
+            ref = block.step(x, y, before, None)
+            monkeypatch.setattr(norms, "FUSED", True)
+        for name, a, b in zip(("x", "y"), ref, got, strict=True):
+            # some ten roundings in a row, those of sublayers within larger sums
+            assert_close(name, a, b, 8 * TOLERANCE[dtype])
+        for name in state.keys() - {"covariance"}:
+            assert_close(name, before[name], state[name], 8 * TOLERANCE[dtype])
 
 
 class Adapter(nn.Linear):
