@@ -64,7 +64,8 @@ def filled(text: str, document: Document) -> str:
 
 
 # tables that the page has only where there are results for them
-OPTIONAL = ("op", "lengths", "decode-op", "goals", "gap", "control", "margin", "intervene", "recall", "sources")
+OPTIONAL = ("runs", "repeats", "op", "lengths", "decode-op", "goals", "gap", "control", "margin", "intervene", "recall",
+            "mqar", "mqar-slices", "sources")  # fmt: skip
 
 
 def asks_for_all(text: str) -> bool:

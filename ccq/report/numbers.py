@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ccq.report.collect import Collection, Source
@@ -75,6 +75,26 @@ def scores_like(scores: dict, pattern: str) -> list[str]:
     return sorted(found, key=lambda name: [int(p) for p in name.split("/") if p.isdigit()], reverse=not wikitext)
 
 
+VALID = "valid:perplexity"  # of a run on its validation data, where evaluations have "suite:score"
+
+
+def validations(found: Collection) -> list[Source]:
+    """The last validation of each finished run on text, as if it were an evaluation.
+
+    Of a system the longest runs count: shorter ones are those of a sweep over learning rates.
+    """
+    finished: dict[System, list[tuple[int, Source]]] = {}
+    for run in found.of("run"):
+        values = [record for record in run.records if record.get("valid_perplexity") is not None]
+        steps = int(run.content["steps"])
+        if run.system is not None and values and int(values[-1]["step"]) >= steps:
+            score = {"value": float(values[-1]["valid_perplexity"]), "interval": None}
+            content = {"scores": {"perplexity": score}, "run": run.content}
+            made = replace(run, kind="eval", detail="valid", content=content)
+            finished.setdefault(run.system, []).append((steps, made))
+    return [made for runs in finished.values() for steps, made in runs if steps == max(n for n, _ in runs)]
+
+
 class Results:
     """Scores of evaluations by system."""
 
@@ -82,6 +102,9 @@ class Results:
         self.found = found
         self.by_system: dict[System, dict[str, list[Source]]] = {}
         for source in found.of("eval"):
+            assert source.system is not None
+            self.by_system.setdefault(source.system, {}).setdefault(source.detail, []).append(source)
+        for source in validations(found):
             assert source.system is not None
             self.by_system.setdefault(source.system, {}).setdefault(source.detail, []).append(source)
 

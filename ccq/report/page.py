@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import ccq
-from ccq.report import analyses, claims, figures, speed, tables
+from ccq.report import analyses, claims, figures, runs, speed, tables
 from ccq.report import paper as papers
 from ccq.report import recall as recalls
 from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
@@ -86,7 +86,9 @@ def assemble(found: Collection) -> Document:
     if notes := found.notices():
         parts.append(Items(notes, "notice", "Before you compare numbers"))
     parts += [Heading("The paper's claims", 2, "claims"), tables.claims_table(verdicts)]
-    parts += [Heading("Models", 2, "models"), tables.config_table(paper, found), *optional(figures.training(found))]
+    parts += [Heading("Models", 2, "models"), tables.config_table(paper, found)]
+    parts += [*optional(runs.runs_table(found, results)), *optional(figures.training(found))]
+    parts += optional(runs.repeats_table(results))
     parts += [Heading("Language modelling", 2, "language"), tables.score_table("lm", paper, results)]
     parts += [Heading("Needles", 2, "needles"), tables.score_table("niah", paper, results)]
     parts += optional(figures.needles(results))
@@ -125,10 +127,10 @@ def what_was_run(found: Collection) -> list[Any]:
     if not found.sources:
         return [Text(NOTHING)]
     items = []
-    runs = found.of("run")
-    if runs:
-        names = Counter(f"{run.system.label}, {run.system.size}" for run in runs if run.system)
-        items.append(f"**{plural(len(runs), 'training run')}**: {counted(names)}")
+    trained = found.of("run")
+    if trained:
+        names = Counter(f"{run.system.label}, {run.system.size}" for run in trained if run.system)
+        items.append(f"**{plural(len(trained), 'training run')}**: {counted(names)}")
     sweeps = found.of("sweep")
     if sweeps:
         count = sum(len(source.content["runs"]) for source in sweeps)
@@ -149,7 +151,7 @@ def what_was_run(found: Collection) -> list[Any]:
             machines.setdefault(source.hardware, []).append(source.detail)
         where = "; ".join(f"{', '.join(dict.fromkeys(kinds))} on {machine}" for machine, kinds in machines.items())
         items.append(f"**{plural(len(benches), 'benchmark')}**: {where}")
-    if not evals and not runs and not sweeps:
+    if not evals and not trained and not sweeps:
         items.append("Nothing was trained or evaluated yet.")
     dates = sorted({source.date for source in found.sources if source.date != "unknown"})
     if dates:

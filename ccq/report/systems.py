@@ -81,7 +81,7 @@ def label_of(key: str) -> str:
 
 
 def from_name(name: str) -> tuple[System, int | None]:
-    """System and seed that a name speaks of: <system>[-<variant>]-<size>[-seed<n>], with _ or - between.
+    """System and seed that a name speaks of: <system>[-<variant>]-<size>[-seed<n>][-repeat<m>], with _ or -.
 
     >>> from_name("ccq_gla_nano_seed2")
     (System(name='ccq-gla', variant='', size='nano'), 2)
@@ -102,7 +102,7 @@ def from_name(name: str) -> tuple[System, int | None]:
             seed = int(match[1])
         elif part.isdigit() and at and rest[at - 1] == "seed":
             seed = int(part)
-        elif part != "seed":
+        elif part != "seed" and not re.fullmatch(r"repeat\d*", part):  # the same run once more
             left.append(part)
     return System(system, " ".join(left), size), seed
 

@@ -115,6 +115,20 @@ def training_run(folder: Path, recipe_name: str, seed: int, logged: int, steps: 
                 file.write(json.dumps({"step": step, "valid_loss": 1.0, "valid_accuracy": step / steps}) + "\n")
 
 
+def text_run(folder: Path, recipe_name: str, seed: int, perplexity: float, lr: float = 2e-3, steps: int = 600) -> None:
+    """The folder of a finished run on text."""
+    from ccq.recipes import recipe
+    from ccq.train.config import to_json
+
+    config = recipe(recipe_name)
+    config.seed, config.steps, config.optimizer.lr = seed, steps, lr
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(config))
+    (folder / "provenance.json").write_text(json.dumps([{"step": 0, **origin(), "command": "ccq train"}]))
+    rows = [{"step": steps // 2, "valid_perplexity": 2 * perplexity}, {"step": steps, "valid_perplexity": perplexity}]
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def alignment(path: Path, name: str, untrained: bool = False) -> dict:
     """The real summary of made-up keys: the needle stands off the one direction in which the others vary."""
     from ccq.analysis.alignment import Point, summary
@@ -221,6 +235,11 @@ def make_everything(root: Path) -> None:
                  "data_prepare"):  # fmt: skip
         shutil.copy(BENCHMARKS / f"{name}.json", root / "bench" / f"{name}.json")
     margin(root / "analysis" / "margin.json")
+    for seed in (0, 1, 2):
+        text_run(root / "runs" / f"gla_unit_pico_seed{seed}", "gla_unit_pico", seed, 30.0 + seed)
+        text_run(root / "runs" / f"ccq_gla_pico_seed{seed}", "ccq_gla_pico", seed, 29.0 + 1.1 * seed)
+    text_run(root / "runs" / "ccq_gla_pico_seed0_repeat1", "ccq_gla_pico", 0, 29.2)
+    text_run(root / "runs" / "sweep" / "ccq_gla_pico_seed9", "ccq_gla_pico", 9, 99.0, lr=4e-3, steps=60)
     rates = (1e-3, 3.16e-3, 1e-2)
     first = [recall_run(row, lr, 0, 2000) for row in RECALL for lr in rates]
     sweep(root / "mqar_rows.json", [*first, *(recall_run("ccq_gla", rates[1], 0, 2000, n) for n in (1, 2))], "rows")

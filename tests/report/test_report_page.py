@@ -250,7 +250,7 @@ def test_figures_are_files_too(report, page):
 def test_the_first_screen_says_what_was_run_and_whether_it_helped(page):
     top = page.words[: page.words.index("Before you compare numbers")]
     assert "Curvature-Conditioned Query" in top
-    assert "2 training runs: " in top
+    assert "10 training runs: " in top
     tried = [row for row in page.tables["claims"][1:] if row[2]["text"] != "not run"]
     held = sum(row[3]["text"].endswith("holds") for row in tried)
     assert held >= 1

@@ -1,0 +1,104 @@
+"""Training runs as rows: how each was treated, what it knows at the end, and how much two runs of one seed differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ccq.report.collect import Collection, Source
+from ccq.report.document import Block, Cell, Row, Table
+from ccq.report.numbers import VALID, Results
+from ccq.report.paper import scale_label
+from ccq.report.systems import System
+from ccq.report.tables import MISSING, human, marks, our_cell
+
+
+def runs_table(found: Collection, results: Results) -> Table | None:
+    """One row a system, size, number of steps and learning rate, of runs on text; a mean over their seeds."""
+    groups: dict[tuple, list[Source]] = {}
+    for run in found.of("run"):
+        if run.system is not None and run.content["data"].get("source") == "tokens":
+            key = (run.system, int(run.content["steps"]), float(run.content["optimizer"]["lr"]))
+            groups.setdefault(key, []).append(run)
+    if not groups:
+        return None
+    blocks: dict[str, list[Row]] = {}
+    for (system, steps, lr), runs in sorted(
+        groups.items(), key=lambda item: (item[0][0].order, -item[0][1], item[0][2])
+    ):
+        data = runs[0].content["data"]
+        estimate = results.estimate(system, VALID)
+        mine = {id(run.content) for run in runs}
+        whole = estimate is not None and all(id(source.content["run"]) in mine for source in estimate.sources)
+        last = [value for run in runs if (value := last_of(run, "valid_perplexity")) is not None]
+        numbers = size_of(runs[0])
+        cells = [
+            our_cell(estimate) if whole else Cell(f"{sum(last) / len(last):.2f}", kind="ours") if last else MISSING,
+            Cell(", ".join(sorted({str(run.seed) for run in runs}))),
+            Cell(f"{lr:g}"),
+            Cell(f"{steps:,}", "" if all(run.last_step >= steps for run in runs) else "not finished"),
+            Cell(human(steps * data["batch"] * data["length"])),
+            *(Cell(human(n)) for n in numbers[:2]),
+            Cell(f"{numbers[2] / 2**20:.2f}"),
+        ] if numbers else [MISSING]  # fmt: skip
+        label = Cell(f"{system.label} {marks(runs)}")
+        rows = blocks.setdefault(f"Here, {scale_label(system.size)}", [])
+        rows.append(Row(label, cells, "ours" if system.name.startswith("ccq") else ""))
+    head = ["", "validation perplexity", "seeds", "rate", "steps", "tokens", "parameters", "embeddings", "state, MiB"]
+    notes = [
+        "State: of a sequence of the training length, the covariance counted. Runs that are shorter than the longest "
+        "of their row are those of a sweep over rates, and count nowhere else.",
+        "Small print in a cell: the 95% interval over seeds, where there are three.",
+    ]
+    made = [Block(title, rows) for title, rows in blocks.items()]
+    return Table("How each row was trained on text", head, made, notes, name="runs")
+
+
+def last_of(run: Source, name: str) -> float | None:
+    values = [record[name] for record in run.records if record.get(name) is not None]
+    return float(values[-1]) if values else None
+
+
+def size_of(run: Source) -> tuple[int, int, int] | None:
+    """Parameters of the body and of the embeddings, and bytes of the state; None for a config of another version."""
+    from ccq.model.config import CCQConfig
+    from ccq.model.info import info
+
+    try:
+        found = info(CCQConfig(**run.content["model"]), run.content["data"]["length"])
+    except (TypeError, ValueError, KeyError):
+        return None
+    return found.body, found.embedding, found.state_bytes
+
+
+def repeats_table(results: Results) -> Table | None:
+    """One row run several times with one seed: what differs is neither data nor seed."""
+    blocks = []
+    for system, suites in results.by_system.items():
+        for suite, sources in suites.items():
+            for seed in dict.fromkeys(source.seed for source in sources):
+                mine = [source for source in sources if source.seed == seed]
+                different = {identity(source): source for source in mine}
+                if seed is not None and len(different) > 1:
+                    blocks.append(repeated(system, suite, seed, list(different.values())))
+    if not blocks:
+        return None
+    notes = ["Runs of one config and one seed. What separates two systems by less than this is not told from chance."]
+    return Table("Run to run", ["", "values", "spread"], blocks, notes, name="repeats")
+
+
+def identity(source: Source) -> Any:
+    """Of the weights that were evaluated: one model evaluated twice is no second run."""
+    return (source.content.get("model") or {}).get("hash") or str(source.path)
+
+
+def repeated(system: System, suite: str, seed: int, sources: list[Source]) -> Block:
+    names = [n for n in sources[0].content["scores"] if all(n in source.content["scores"] for source in sources)]
+    rows = []
+    for name in names[:12]:
+        known = [source.content["scores"][name]["value"] for source in sources]
+        if None not in known:
+            values = sorted(map(float, known))
+            shown = Cell(", ".join(f"{x:.2f}" for x in values), kind="ours")
+            rows.append(Row(Cell(name), [shown, Cell(f"{values[-1] - values[0]:.2f}", kind="ours")]))
+    title = f"{system.label}, {scale_label(system.size)}, seed {seed}, {len(sources)} runs: {suite} {marks(sources)}"
+    return Block(title, rows)
