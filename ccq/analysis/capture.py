@@ -170,9 +170,9 @@ def _projected(projection: Projection, project: Callable, module: nn.Module, arg
 
 
 def _cleaned(projection: Projection, read: Callable, cleaner: Any, args: tuple, kwargs: dict, output: tuple) -> None:
-    q, k, lam = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("q", "k", "lam")))
+    raw, q, k = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("raw", "q", "k")))
     q, k = cleaner.prepare(q, k)
-    read(Read(projection.layer, _one(q), _one(k), None if lam is None else _one(lam), cleaner))
+    read(Read(projection.layer, _one(q), _one(k), _one(cleaner.gate(raw)) if cleaner.clean else None, cleaner))
 
 
 def _turned(projection: Projection, read: Callable, mixer: Any, args: tuple, output: Any) -> None:
