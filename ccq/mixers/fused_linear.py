@@ -65,7 +65,7 @@ def store(y, value, first, M, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexp
     tl.store(y + rows[:, None] * N + cols[None, :], value, mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def project_kernel(
     x, weights, outputs, M, K: tl.constexpr, SIZES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IP: tl.constexpr,
@@ -79,7 +79,7 @@ def project_kernel(
         block -= tl.cdiv(SIZES[i], BN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def swiglu_kernel(
     x, gate, up, y, M, K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IP: tl.constexpr,
