@@ -34,6 +34,11 @@ def intervention_table(found: Collection) -> Table | None:
 POINTS = ("projection", "read", "sigma")  # where keys are caught: the paper's way first
 
 
+def gap(value: float | None) -> str:
+    """A model of two layers has no middle third, and a short prompt may lack a group of tokens."""
+    return "–" if value is None else signed(value, 3)
+
+
 def gap_table(found: Collection, paper: Paper) -> Table | None:
     """The gap of alignment in the top 16 directions: the paper's models, and every model measured here."""
     sources = found.of("analysis", "alignment")
@@ -53,10 +58,10 @@ def gap_table(found: Collection, paper: Paper) -> Table | None:
             values = (
                 point,
                 f"{part['of_isotropic_keys']:.2f}",
-                signed(row["mean"], 3),
+                gap(row["mean"]),
                 f"{row['negative_layers']} of {len(row['by_layer'])}",
-                ", ".join(signed(x, 3) for x in row["thirds"]),
-                signed(part["needle"]["mean"], 3),
+                ", ".join(gap(x) for x in row["thirds"]),
+                gap(part["needle"]["mean"]),
             )
             label = Cell(f"{source.content['model']['name']} {marks([source])}")
             ours.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
@@ -78,13 +83,13 @@ def control_table(found: Collection) -> Table | None:
                 values = (
                     point,
                     str(part["directions"][0]),
-                    signed(part["novel"]["mean"], 3),
-                    signed(part["planted"]["mean"], 3),
-                    f"{signed(beyond['mean'], 3)}{error}",
+                    gap(part["novel"]["mean"]),
+                    gap(part["planted"]["mean"]),
+                    f"{gap(beyond['mean'])}{error}",
                     f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']} of "
                     f"{len(beyond['by_layer'])}",
-                    signed(part["near"]["mean"], 3),
-                    signed(part["rare"]["mean"], 3),
+                    gap(part["near"]["mean"]),
+                    gap(part["rare"]["mean"]),
                 )
                 label = Cell(f"{source.content['model']['name']} {marks([source])}")
                 rows.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))

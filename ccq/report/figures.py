@@ -260,6 +260,7 @@ CORPORA = {
     "pg19": "PG19",
     "code": "code (for CodeParrot)",
     "elife": "eLife (not in the paper)",
+    "book": "Dubliners (not in the paper)",
 }
 BAND = "Bands: the 95% interval over seeds where there are three, else over test samples."
 
@@ -282,12 +283,20 @@ def extrapolation(results: Results) -> Figure | None:
     )
 
 
+NEEDLES = {
+    "niah_single_1": "S-NIAH-1: pass-key",
+    "niah_single_2": "S-NIAH-2: number",
+    "niah_single_3": "S-NIAH-3: uuid",
+    "niah_book": "number in a book (not RULER's)",
+}
+
+
 def needles(results: Results) -> Figure | None:
     panels: list[Panel] = []
-    for number, what in ((1, "pass-key"), (2, "number"), (3, "uuid")):
-        lines = curves(results, "niah", f"niah_single_{number}/{{}}", results.systems("niah"))
+    for task, title in NEEDLES.items():
+        lines = curves(results, "niah", f"{task}/{{}}", results.systems("niah"))
         if lines:
-            panels.append(Panel(f"S-NIAH-{number}: {what}", draw_curves(lines, "found, %")))
+            panels.append(Panel(title, draw_curves(lines, "found, %")))
     if not panels:
         return None
     systems = legend_of(results.systems("niah"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,9 +27,13 @@ class Run:
     content: dict[str, Any]
     source: Source  # its file, with this run's seed
 
-    @property
+    @functools.cached_property
     def slices(self) -> dict[tuple[int, int], dict]:
         return {(part["length"], part["pairs"]): part for part in self.content["test"]["slices"]}
+
+    @functools.cached_property
+    def drawn(self) -> dict[tuple[int, int], np.ndarray]:
+        return {key: bootstrap(part) for key, part in self.slices.items()}
 
 
 @dataclass
@@ -66,11 +71,12 @@ class RecallRow:
         having = [run for run in self.runs if part is None or part in run.slices]
         if not having:
             return None
-        values, samples = [], []
+        values: list[float] = []
+        samples: list[Interval | None] = []
         for run in having:
-            parts = list(run.slices.values()) if part is None else [run.slices[part]]
-            values.append(100 * mean([p["accuracy"] for p in parts]))
-            samples.append(over_samples(parts))
+            keys = list(run.slices) if part is None else [part]
+            values.append(100 * mean([run.slices[key]["accuracy"] for key in keys]))
+            samples.append(over_samples([run.drawn[key] for key in keys]))
         return Estimate(values, [run.source for run in having], samples, [])
 
     def half_width(self) -> float:
@@ -88,15 +94,17 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def over_samples(parts: list[dict]) -> Interval | None:
-    """95% interval of the mean over slices, in percent: bootstrap over test samples, from how many had n right."""
-    rng = np.random.default_rng(0)
-    drawn = np.zeros(DRAWS)
-    for part in parts:
-        right, times = np.array(part["histogram"], dtype=np.int64).T
-        counts = rng.multinomial(times.sum(), times / times.sum(), size=DRAWS)
-        drawn += 100 * (counts @ right) / (times.sum() * part["pairs"]) / len(parts)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+def bootstrap(part: dict) -> np.ndarray:
+    """Accuracy of a slice in percent, its test samples drawn again and again: from how many of them had n right."""
+    right, times = np.array(part["histogram"], dtype=np.int64).T
+    count = times.sum()
+    counts = np.random.default_rng(0).multinomial(count, times / count, size=DRAWS)
+    return 100 * (counts @ right) / (count * part["pairs"])
+
+
+def over_samples(drawn: Sequence[np.ndarray]) -> Interval:
+    """95% interval of the mean over slices."""
+    low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
     return float(low), float(high)
 
 

@@ -11,7 +11,7 @@ from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN
 from ccq.report.collect import collect
 from ccq.report.docs import tables_of
 from ccq.report.numbers import seed_interval
-from ccq.report.recall import Recall, over_samples, spread_notes
+from ccq.report.recall import Recall, bootstrap, over_samples, spread_notes
 
 
 def recall_of(folder):
@@ -39,7 +39,7 @@ def test_the_interval_over_samples_is_that_of_the_mean(tmp_path):
         parts.append({"pairs": pairs, "histogram": np.stack([values, times], 1).tolist()})
         variance += (100 * right / pairs).var(ddof=1) / 1000 / 4
         middle += (100 * right / pairs).mean() / 2
-    low, high = over_samples(parts)
+    low, high = over_samples([bootstrap(part) for part in parts])
     half = 1.96 * math.sqrt(variance)
     assert low == pytest.approx(middle - half, abs=0.1 * half)
     assert high == pytest.approx(middle + half, abs=0.1 * half)
