@@ -89,6 +89,7 @@ class Grid:
         launch(programs, totals, sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
+GATE_ROWS = 4  # tokens of a program that gates
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
 
 
@@ -129,17 +130,19 @@ def prepare_keys(
     k_bar = torch.empty_like(k) if norm else k
     rnorm = k.new_empty(k.shape[:-1] if norm else 0, dtype=torch.float32)
     key_sums = k.new_empty((grid.sums, grid.key_heads, grid.size) if sums else 0, dtype=torch.float32)
-    if norm or sums:
-        gates = 0 if gating is None else triton.cdiv(k.shape[0] * k.shape[1], fused_gate.ROWS)
-        keys_kernel[(gates + grid.sums * grid.key_heads,)](
-            k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets, *(gating or (None,) * 4),
-            grid.sequences, grid.length, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, gates, EPS,
-            NORM=norm, SUMS=sums, GATE=gates > 0, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            BM=fused_gate.ROWS, BD=fused_gate.COLUMNS, **fused_gate.options(k, grid.query_heads),
-            num_warps=grid.row_warps(1024), num_stages=3,
-        )  # fmt: skip
-    elif gating is not None:
+    along = gating is not None and (norm or sums) and grid.query_heads <= fused_gate.FEW
+    if gating is not None and not along:
         fused_gate.forward(*gating)
+    if norm or sums:
+        gates = triton.cdiv(k.shape[0] * k.shape[1], GATE_ROWS) if along else 0
+        keys_kernel[(gates + grid.sums * grid.key_heads,)](
+            k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
+            *(gating if gating is not None and along else (None,) * 4),
+            grid.sequences, grid.length, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, gates, EPS,
+            NORM=norm, SUMS=sums, GATE=along, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
+            BM=GATE_ROWS, BD=triton.next_power_of_2(grid.query_heads * grid.size) if along else 1,
+            num_warps=grid.row_warps(1024),
+        )  # fmt: skip
     return k_bar, rnorm, key_sums
 
 
@@ -203,23 +206,20 @@ class Adjoint(NamedTuple):
 def finish(
     grid: Grid, g: Tensor, q: Tensor, lam: Tensor, dlam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor,
     gate_weight: Tensor | None, centred: bool, unit: bool,
-) -> tuple[Tensor, Adjoint, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, what the keys' gradient needs, and the gradients of a gate, from `read` = Sigma g, whose memory is reused."""
+) -> tuple[Tensor, Adjoint]:  # fmt: skip
+    """dq, through a gate too, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
     dq = torch.empty_like(q)
-    gated = gate_weight is not None
-    shares = (grid.sums if gated else 0, grid.query_heads)
-    d_weight = q.new_empty(*shares, grid.query_heads * grid.size, dtype=torch.float32)
-    d_bias = q.new_empty(shares, dtype=torch.float32)
     lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
     adjoint = Adjoint(read, pulls, *lifts)
     finish_kernel[(grid.sums * grid.query_heads,)](
-        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint, d_weight, d_bias,
+        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint,
         grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
-        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred, GATE=gated,
-        BN=grid.config.BN, BK=grid.block_k, **fused_gate.options(q, grid.query_heads), num_warps=grid.row_warps(2048),
+        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
+        GATES=0 if gate_weight is None else grid.query_heads,
+        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
     )  # fmt: skip
-    return dq, adjoint, *((d_weight.sum(0), d_bias.sum(0)) if gated else (None, None))
+    return dq, adjoint
 
 
 def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
@@ -322,12 +322,14 @@ def backward(
     dlam, unit = torch.empty_like(lam), normalize == "unit"
     read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
     del states, sums  # memory for what follows
-    fused = gate_weight is not None and fused_gate.fits(grid.query_heads, grid.block_k)
-    weight = gate_weight.contiguous() if gate_weight is not None and fused else None
-    dq, adjoint, d_weight, d_bias = finish(grid, g, q, lam, dlam, means, means_g, read, weight, centred, unit)
-    if gate_weight is not None and not fused:
-        through_gate, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam)
-        dq += through_gate
+    few = grid.query_heads <= fused_gate.FEW
+    (weight,) = contiguous(gate_weight if few else None)
+    dq, adjoint = finish(grid, g, q, lam, dlam, means, means_g, read, weight, centred, unit)
+    d_weight = d_bias = None
+    if gate_weight is not None:
+        through_gate, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam, through_q=not few)
+        if not few:
+            dq += through_gate
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:
