@@ -9,3 +9,33 @@ cd "$(dirname "$0")/.."
 ccq sweep mqar --tier rows --workers 8 --out runs/mqar
 ccq sweep mqar --tier seeds --workers 6 --out runs/mqar
 cp runs/mqar/mqar_rows.json runs/mqar/mqar_seeds.json benchmarks/results/
+
+# B. Language models at nano, 100M tokens each: six rows, three seeds; about 4 minutes a run on one H200, and 3 for the
+#    choice of a row's rate. DATA holds train/ and eval/ (docs/data.md, docs/evaluation.md).
+: "${DATA:?set it to the folder that holds train/ and eval/}"
+bash runs/prepare_nano.sh "$DATA" runs/nano/data
+for seed in 0 1 2; do
+  for row in gla gla_unit ccq_gla ccq_gla_open gated_deltanet ccq_gated_deltanet; do
+    EVAL=$DATA/eval bash runs/nano_row.sh $row $seed runs/nano/data/needles runs/nano/needles
+  done
+done
+#    what the needle documents change: without them, and without RULER's own form
+for set in plain no-ruler; do
+  for row in gla_unit ccq_gla; do
+    EVAL=$DATA/eval RATE=2e-3 bash runs/nano_row.sh $row 0 runs/nano/data/$set runs/nano/$set
+  done
+done
+
+# C. The models that ship, three at once on one GPU in about 5 minutes: a backbone, its control and CCQ, alike but for that.
+bash runs/prepare_pico.sh "$DATA" runs/pico/data
+for row in gla gla_unit ccq_gla; do
+  name=${row//_/-}-pico
+  (ccq train ${row}_pico --data.path runs/pico/data/train --data.valid-path runs/pico/data/valid --run-dir runs/pico/runs/$row &&
+    ccq export runs/pico/runs/$row runs/pico/models/$name --dtype bf16 &&
+    ccq eval runs/pico/models/$name --suite niah --lengths 512,1024,2048,4096 --limit 100 --keys odd --data "$DATA/eval" \
+      --out runs/pico/scored/$name &&
+    ccq eval runs/pico/models/$name --suite length --tasks pg19,govreport,elife --lengths 512,1024,2048,4096,8192,16384 \
+      --limit 24 --data "$DATA/eval" --out runs/pico/scored/$name) &
+done
+wait
+python runs/ship_pico.py --models runs/pico/models --runs runs/pico/runs --data runs/pico/data --scored runs/pico/scored

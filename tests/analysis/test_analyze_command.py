@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -63,6 +64,14 @@ def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
         assert (out / f"gate_ccq_gla_{name}.svg").exists()
     assert cli.main(["analyze", "gate", "--run", str(run), "--out", str(out)]) == 0
     assert "lam" not in strict(out / "gate_run.json")
+
+
+def test_gate_without_matplotlib_has_its_numbers(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ccq.analysis.figures", None)
+    model = folder()
+    assert cli.main(["analyze", "gate", str(model), "--variants", "3", "--sentences", "6", "--out", str(tmp_path)]) == 0
+    assert len(strict(tmp_path / "gate_ccq_gla.json")["lam"]["retrieval"]) == 2
+    assert "no figure is drawn" in capsys.readouterr().out
 
 
 def test_margin_of_ours_and_of_a_model_without_cleaning(folder, tmp_path, capsys):

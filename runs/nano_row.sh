@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# One language model of the comparison at nano, from the choice of its rate to its results:
+#   EVAL=DIR bash runs/nano_row.sh ROW SEED DATA OUT
+# ROW is a system of ccq/recipes.py (gla, gla_unit, ccq_gla, ...), DATA a set of runs/prepare_nano.sh with valid/ beside
+# it, EVAL the evaluation data. The rate is the best of three after 25M tokens on validation text, with a seed that is
+# not reported; RATE=2e-3 skips that. What is finished is not run again.
+set -eu
+row=$1 seed=$2 data=$3 out=$4
+ccq=${CCQ:-ccq}
+common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --system.workers 1 --system.sample-every 0)
+rate=${RATE:-}
+if [ -z "$rate" ]; then
+  for lr in 1e-3 2e-3 4e-3; do
+    $ccq train "${row}_nano" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
+      --optimizer.lr $lr --system.checkpoint-every 100000 "${common[@]}"
+  done
+  rate=$(python3 - "$out/sweep/$row" <<'P'
+import json, sys
+def loss(lr):
+    rows = map(json.loads, open(f"{sys.argv[1]}-{lr}/log.jsonl"))
+    return [r["valid_loss"] for r in rows if r.get("valid_loss") is not None][-1]
+print(min(("1e-3", "2e-3", "4e-3"), key=loss))
+P
+)
+fi
+run=$out/$row-seed$seed
+$ccq train "${row}_nano" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 "${common[@]}"
+[ -f "$run/model/config.json" ] || $ccq export "$run" "$run/model" --dtype bf16
+evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }
+evaluate --suite niah --lengths 1024,2048,4096,8192 --limit 100 --keys odd
+evaluate --suite length --limit 20 # nine lengths from 4,096 to 20,480, seven corpora
+case $row in ccq_*) $ccq analyze gate "$run/model" --run "$run" --out "$run/analysis" ;; esac
