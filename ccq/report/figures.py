@@ -328,7 +328,7 @@ def recall(results: Results) -> Figure | None:
 
 
 def training(found: Collection) -> Figure | None:
-    runs = [run for run in found.of("run") if run.records]
+    runs = longest([run for run in found.of("run") if run.records])
     shown = {
         "valid_accuracy": ("Recall while training", "validation accuracy"),
         "valid_perplexity": ("Perplexity while training", "validation perplexity"),
@@ -353,6 +353,14 @@ def training(found: Collection) -> Figure | None:
         legend_of(list(dict.fromkeys(run.system for run in runs if run.system))), columns=2,
         size=(4.0, 2.9), alt="curves of training",
     )  # fmt: skip
+
+
+def longest(runs: list[Source]) -> list[Source]:
+    """Of each system the longest runs: shorter ones are those of a sweep over learning rates."""
+    most: dict[System | None, int] = {}
+    for run in runs:
+        most[run.system] = max(most.get(run.system, 0), int(run.content["steps"]))
+    return [run for run in runs if int(run.content["steps"]) == most[run.system]]
 
 
 def draw_course(runs: list[Source], name: str, ylabel: str) -> Callable[[Any], None]:

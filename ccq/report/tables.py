@@ -156,22 +156,22 @@ def config_table(paper: Paper, found: Collection) -> Table:
     table = paper.tables["configs"]
     blocks = [Block(f"The paper, {scale_label(scale)}", paper_rows(table, scale, list(table.columns)))
               for scale in table.scales]  # fmt: skip
-    rows = []
+    groups: dict[tuple, list[Source]] = {}
     for run in sorted(found.of("run"), key=lambda r: (r.system.order if r.system else (), r.seed or 0)):
-        config, model = run.content, run.content["model"]
-        assert run.system is not None
+        groups.setdefault((run.system, run.content["steps"], run.content["optimizer"]["lr"]), []).append(run)
+    rows = []
+    for (system, steps, lr), runs in groups.items():
+        config, model, told = runs[0].content, runs[0].content["model"], "\n".join(run.told for run in runs)
         each = config["data"].get("batch", 0) * (config["data"].get("length", 0) or 0)
-        tokens = human(each * config["steps"]) if config["data"].get("source") == "tokens" else "recall samples"
-        seed = "" if run.seed is None else f", seed {run.seed}"
+        tokens = human(each * steps) if config["data"].get("source") == "tokens" else "recall samples"
+        seeds = list(dict.fromkeys(str(run.seed) for run in runs if run.seed is not None))
+        seed = f", seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" if seeds else ""
         cells = [
-            Cell(str(model["num_hidden_layers"]), kind="ours", hover=run.told),
-            Cell(str(model["hidden_size"]), kind="ours", hover=run.told),
-            Cell(tokens, f"{run.last_step:,} of {config['steps']:,} steps, lr {config['optimizer']['lr']:g}",
-                 run.told, kind="ours"),
-        ]  # fmt: skip
-        rows.append(
-            Row(Cell(f"{run.system.label}, {scale_label(run.system.size)}{seed} {marks([run])}"), cells, "ours")
-        )
+            Cell(str(model["num_hidden_layers"]), kind="ours", hover=told),
+            Cell(str(model["hidden_size"]), kind="ours", hover=told),
+            Cell(tokens, f"{min(run.last_step for run in runs):,} of {steps:,} steps, lr {lr:g}", told, kind="ours"),
+        ]
+        rows.append(Row(Cell(f"{system.label}, {scale_label(system.size)}{seed} {marks(runs)}"), cells, "ours"))
     blocks.append(Block("Here", rows or [Row(Cell("all systems"), [Cell("not run yet", kind="missing")], "ours")]))
     return Table(f"{table.title} ({table.label})", ["", *(c.heading for c in table.columns)], blocks, name="configs")
 
