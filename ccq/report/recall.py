@@ -115,6 +115,22 @@ def system_of(run: dict) -> System:
     return System(system.name, variant, str(run["model"]["hidden_size"]))
 
 
+@functools.cache
+def expected(tier: str) -> tuple[System, ...]:
+    """The rows of a tier of `ccq sweep mqar`."""
+    from ccq.recipes import recipe
+    from ccq.train.sweep import MAIN, ROWS
+
+    made = [
+        system_of({"model": vars(recipe(f"{row}_mqar").model), "row": row, "size": "mqar"})
+        for row in (ROWS if tier == "rows" else MAIN)
+    ]
+    return tuple(made)
+
+
+WIDTHS = ("64", "128", "256")  # that `ccq sweep mqar` has
+
+
 class Recall:
     """All sweeps among the results."""
 
@@ -142,6 +158,13 @@ class Recall:
         self.groups: dict[tuple[str, int], list[RecallRow]] = {}
         for row in self.rows:
             self.groups.setdefault((row.system.size, row.steps), []).append(row)
+
+    def missing(self, size: str, steps: int) -> list[System]:
+        """Rows that a sweep of this kind has and these results do not."""
+        tiers = {run.source.content["tier"] for row in self.groups[size, steps] for run in row.runs}
+        have = {row.system for row in self.groups[size, steps]}
+        wanted = [replace(system, size=size) for tier in sorted(tiers) for system in expected(tier)]
+        return [system for system in dict.fromkeys(wanted) if system not in have]
 
     def row(self, key: str, size: str, steps: int) -> RecallRow | None:
         return next((row for row in self.groups.get((size, steps), []) if row.system.key == key), None)
@@ -193,7 +216,12 @@ def sweep_table(recall: Recall) -> Table | None:
             ]
             label = f"{row.system.label} {marks([run.source for run in row.runs])}"
             rows.append(Row(Cell(label), facts, "ours" if row.system.name.startswith("ccq") else ""))
+        for system in recall.missing(size, steps):
+            rows.append(Row(Cell(system.label), [Cell("not run", kind="missing")]))
         blocks.append(Block(title(size, steps), rows))
+    for size in WIDTHS:
+        if all(size != known for known, _ in recall.groups):
+            blocks.append(Block(f"Width {size}", [Row(Cell("all rows"), [Cell("not run", kind="missing")])]))
     notes = [
         "Every row has the same data, steps and learning rates; the rate is chosen on validation samples, never on the "
         "test slices. Accuracy: mean over the test slices of the queries answered. State: of a sequence in fp32, the "

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from made_results import RECALL, recall_run, sweep
 
+from ccq import cli
 from ccq.report import claims, page
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN
 from ccq.report.collect import collect
@@ -103,8 +104,13 @@ def test_what_was_not_run_is_said(tmp_path):
 
 def test_the_table_shows_how_rows_were_treated(everything):
     table = tables_of(page.build(collect([everything])).parts)["mqar"]
-    assert [block.title for block in table.blocks] == ["Width 128, 2,000 steps", "Width 128, 10,000 steps"]
-    rows = {row.label.text.split(" [")[0]: row.cells for row in table.blocks[0].rows}
+    titles = ["Width 128, 2,000 steps", "Width 128, 10,000 steps", "Width 64", "Width 256"]
+    assert [block.title for block in table.blocks] == titles
+    rows = {row.label.text.split(" [")[0]: row.cells for row in table.blocks[0].rows if len(row.cells) > 1}
+    missing = {row.label.text for row in table.blocks[0].rows if row.cells[0].text == "not run"}
+    assert missing == {"Mamba2", "DeltaNet", "GLA, current-key read", "CCQ-GLA, bias not decayed", "CCQ-GLA, stats",
+                       "CCQ-GLA, uncentred", "CCQ-GLA, lam 0.1", "CCQ-Gated DeltaNet, gate from 0.5"}  # fmt: skip
+    assert [row.cells[0].text for block in table.blocks[2:] for row in block.rows] == ["not run", "not run"]
     assert set(rows) == {"GLA", "Unit-norm GLA", "Unit-norm GLA, equal state", "CCQ-GLA", "CCQ-GLA, gate from 0.5",
                          "Gated DeltaNet", "CCQ-Gated DeltaNet", "Transformer"}  # fmt: skip
     accuracy, seeds, rate, tokens, body, embeddings, state, covariance, lam = rows["CCQ-GLA"]
@@ -116,3 +122,19 @@ def test_the_table_shows_how_rows_were_treated(everything):
     late = {row.label.text.split(" [")[0]: row.cells for row in table.blocks[1].rows}
     assert late["CCQ-GLA"][0].named.startswith("seeds ")
     assert len(RECALL) == len(rows)
+
+
+def test_what_the_command_writes_is_read(tmp_path, capsys):
+    """`ccq sweep` itself, a few steps of two rows."""
+    toy = ["--tier", "rows", "--rows", "gla,ccq_gla_open", "--rates", "1e-3", "3e-3", "--steps", "2", "--workers", "0",
+           "--test-samples", "3", "--device", "cpu", "--set", "data.batch=4", "--set", "data.slices=[[32,4,16]]",
+           "--set", "data.valid_slices=[[32,4,4],[64,8,4]]", "--set", "dtype=fp32"]  # fmt: skip
+    assert cli.main(["sweep", "mqar", *toy, "--out", str(tmp_path)]) == 0
+    recall = recall_of(tmp_path)
+    assert [row.system.label for row in recall.rows] == ["GLA", "CCQ-GLA, gate from 0.5"]
+    for row in recall.rows:
+        written = {run.content["lr"]: run.content for runs in row.tried.values() for run in runs}
+        best = max(written.values(), key=lambda run: (run["valid"]["accuracy"], -run["lr"]))
+        assert row.lr == best["lr"]
+        assert row.estimate().value == pytest.approx(100 * best["test"]["accuracy"], abs=1e-3)
+        assert row.slices == [(32, 4), (64, 8)]
