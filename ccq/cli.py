@@ -17,7 +17,7 @@ COMMANDS = {
     "compare": ("ccq.evaluate.compare:main", "results of `ccq eval` side by side, with paired differences"),
     "convert": ("ccq.model.convert:main", "a checkpoint of flash-linear-attention into ours, cleaned or not, and back"),
     "data": ("ccq.data.command:main", "a tokenizer from text, and text into token shards that training reads"),
-    "demo": ("ccq.demo:main", "a needle among distractors, before and after cleaning: a table and a figure"),
+    "demo": ("ccq.demo:main", "train recall, try the models that ship, write one page: minutes on two cores"),
     "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
     "eval": ("ccq.evaluate:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
     "export": ("ccq.train.export:main", "the weights of a run as a folder that `from_pretrained` loads"),

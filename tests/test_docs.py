@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ccq
-from ccq import demo
+from ccq.demo import regimes as demo
 
 ROOT = Path(__file__).parent.parent
 ALL_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -1,4 +1,4 @@
-"""`ccq demo`: what cleaning does to one read, in the regime it is made for and in two in which it cannot help.
+"""What cleaning does to one read, in the regime it is made for and in two in which it cannot help.
 
 Nothing is trained. A memory of unit keys is drawn around two dominant directions u1 (most keys) and u2 (some) and a
 common mean; one key, the needle, is what the query looks for. Only the geometry differs between the regimes:
@@ -15,9 +15,7 @@ R regimes, T stored keys, L values of lam, K key size.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,19 +190,11 @@ def show(result: Result, backend: str) -> None:
             console.print(f"Not with {other.name!r}: {other.why}.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="ccq demo",
-        description="A needle among distractors, before and after cleaning. Trains nothing, needs no GPU and no data.",
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the memory (%(default)s)")
-    args = parser.parse_args(argv)
+def write(out: Path, seed: int) -> None:
+    """OUT/scores.json, .png and .svg, and the table on the screen."""
     backend = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
-    result = clean(make_memory(args.seed))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "scores.json").write_text(json.dumps(as_dict(result, args.seed, backend), indent=1) + "\n")
-    draw(result, args.out)
+    result = clean(make_memory(seed))
+    out.mkdir(parents=True, exist_ok=True)
+    draw(result, out)
+    (out / "scores.json").write_text(json.dumps(as_dict(result, seed, backend), indent=1) + "\n")
     show(result, backend)
-    print(f"Wrote {', '.join(str(args.out / f'scores.{ending}') for ending in ('png', 'svg', 'json'))}")
-    return 0

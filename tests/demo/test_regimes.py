@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ccq
-from ccq import demo
+from ccq.demo import regimes as demo
 
 OFF, INSIDE, DISJOINT = range(3)
 BACKEND = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
@@ -63,7 +63,7 @@ def run(tmp_path_factory):
     """One run, its folder and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "not" / "there"
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        assert demo.main(["--out", str(folder), "--seed", "3"]) == 0
+        demo.write(folder, 3)
     return folder, text.getvalue()
 
 

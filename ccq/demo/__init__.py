@@ -1,0 +1,437 @@
+"""`ccq demo`, which `make run` runs: recall trained, shipped models tried, one page. Minutes on two cores, no network.
+
+    OUT/regimes/                 one read in three constructed regimes: a table and a figure
+    OUT/gla_tiny/ ...            a backbone, its unit-norm control and CCQ, trained on recall (runs of `ccq train`)
+    OUT/ccq-gla-pico/ ...        needles, and perplexity by length, of the models that ship (results of `ccq eval`)
+    OUT/alignment/               where needle keys lie in the CCQ model (result of `ccq analyze alignment`)
+    OUT/report/index.html        the page
+    OUT/demo.json                what is finished, with which settings; OUT/log.txt is what the parts printed
+
+Started again it goes on: what is finished is kept, a run goes on from its checkpoint, an evaluation from its answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SYSTEMS = {  # recipe without its size: what the table calls it
+    "gla": "GLA",
+    "gla_unit": "Unit-norm GLA (control)",
+    "ccq_gla": "CCQ-GLA",
+    "ccq_gla_open": "CCQ-GLA, gate from 0.5",
+}
+TRIO = {"gla-pico": "GLA", "gla-unit-pico": "Unit-norm GLA (control)", "ccq-gla-pico": "CCQ-GLA"}
+STATE, LOG = "demo.json", "log.txt"
+
+
+@dataclass
+class Settings:
+    """What is shown, and how much of it; a test takes less."""
+
+    out: Path = Path("runs/laptop")
+    seed: int = 0
+    device: str | None = None  # None: a GPU if there is one
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    steps: int = 500  # of training
+    recall: tuple[tuple[int, int, int], ...] = ((32, 4, 256), (32, 8, 256))  # test slices: tokens, pairs, samples
+    needle_lengths: tuple[int, ...] = (512, 1024)
+    needle_samples: int = 16
+    answer_tokens: int = 24  # a number has seven digits
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    tokens: int = 16_384  # of the book
+    variants: int = 3  # prompts of each of five kinds
+    sentences: int | None = None  # of filler in a prompt
+
+
+@dataclass
+class Step:
+    """One part: where it writes, what decides its result, and the files that it leaves."""
+
+    folder: str
+    title: str
+    seconds: int  # about, on two cores
+    make: Callable[[bool], None]  # told whether what lies there is of other settings
+    decides: dict[str, Any]
+    leaves: tuple[str, ...]
+
+
+@dataclass
+class Record:
+    """OUT/demo.json: {folder: {"decides": ..., "finished": ...}}."""
+
+    path: Path
+    steps: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            return cls(path, dict(json.loads(path.read_text())["steps"]))
+        return cls(path)
+
+    def note(self, step: Step, finished: bool) -> None:
+        from ccq.data.shards import write_atomically
+
+        self.steps[step.folder] = {"decides": step.decides, "finished": finished}
+        write_atomically(self.path, (json.dumps({"steps": self.steps}, indent=1) + "\n").encode())
+
+    def finished(self, step: Step) -> bool:
+        told = self.steps.get(step.folder, {})
+        there = all((self.path.parent / step.folder / name).exists() for name in step.leaves)
+        return there and told.get("finished") is True and told.get("decides") == as_json(step.decides)
+
+    def differs(self, step: Step) -> bool:
+        """Whether what lies there was begun with other settings."""
+        told = self.steps.get(step.folder)
+        return told is not None and told.get("decides") != as_json(step.decides)
+
+
+def as_json(thing: Any) -> Any:
+    """As it comes back from a file: tuples as lists."""
+    return json.loads(json.dumps(thing))
+
+
+def plan(settings: Settings) -> list[Step]:
+    """The steps in their order. Only models that ship are asked."""
+    from ccq import shipped
+
+    out, seed = settings.out, settings.seed
+    device = settings.device or best_device()
+    steps = [
+        Step(
+            "regimes",
+            "A needle among distractors: one read, constructed",
+            5,
+            lambda again: three_regimes(out / "regimes", seed),
+            {"seed": seed},
+            ("scores.json", "scores.png", "scores.svg"),
+        )
+    ]
+    for system in settings.systems:
+        decides = {"steps": settings.steps, "recall": settings.recall, "seed": seed}
+        steps.append(
+            Step(
+                f"{system}_tiny",
+                f"{SYSTEMS[system]} learns recall: {settings.steps} steps, then a test",
+                25,
+                lambda again, system=system: recall(settings, system, device, again),  # type: ignore[misc]
+                decides,
+                ("config.json", "log.jsonl", "eval/mqar.json"),
+            )
+        )
+    ship = [name for name in TRIO if name in shipped.names()]
+    for name in ship:
+        shipped.verify(shipped.root() / name)
+        files = shipped.manifest(shipped.root() / name)["files"]
+        decides = {
+            "weights": files.get("model.safetensors", {}).get("sha256"),
+            "needles": [settings.needle_lengths, settings.needle_samples, settings.answer_tokens],
+            "lengths": [settings.lengths, settings.tokens],
+        }
+        steps.append(
+            Step(
+                name,
+                f"{name}, trained on text: needles, and perplexity by length",
+                35,
+                lambda again, name=name: try_model(settings, name, device, again),  # type: ignore[misc]
+                decides,
+                ("niah.json", "length.json"),
+            )
+        )
+    if "ccq-gla-pico" in ship:
+        steps.append(
+            Step(
+                "alignment",
+                "ccq-gla-pico: do needle keys lie off the directions of most variance?",
+                15,
+                lambda again: alignment(settings, device),
+                {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
+                ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
+            )
+        )
+    return steps
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def best_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def three_regimes(out: Path, seed: int) -> None:
+    from ccq.demo import regimes
+
+    regimes.write(out, seed)
+
+
+def recall_config(settings: Settings, system: str, device: str) -> Any:
+    """The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps,
+    so that recall is learned in half a minute."""
+    from ccq.recipes import recipe
+
+    config = recipe(f"{system}_tiny")
+    config.model.conv_size, config.model.num_hidden_layers = 4, 1
+    config.steps, config.seed = settings.steps, settings.seed
+    config.optimizer.warmup = min(20, settings.steps)
+    config.system.device, config.system.tensorboard, config.system.log_every = device, False, 25
+    config.system.checkpoint_every = config.system.validate_every = max(1, settings.steps // 5)
+    return config
+
+
+def recall(settings: Settings, system: str, device: str, again: bool) -> None:
+    """Train in OUT/<system>_tiny, and ask the model for keys in eval/ there."""
+    from ccq.evaluate import Options, evaluate
+    from ccq.train.export import load_weights
+    from ccq.train.loop import train
+
+    run = settings.out / f"{system}_tiny"
+    if again:
+        shutil.rmtree(run, ignore_errors=True)
+    config = recall_config(settings, system, device)
+    with one_thread(device):
+        code = train(config, run)
+        if code:
+            raise Stopped(code)
+        model, _ = load_weights(run)
+        options = Options(
+            out=run / "eval",
+            slices=settings.recall,
+            recall_vocab_size=config.data.recall_vocab_size,
+            seed=settings.seed,
+        )
+        with quietly(settings):
+            evaluate(model.to(device), None, "mqar", options, run.name)
+
+
+def try_model(settings: Settings, name: str, device: str, again: bool) -> None:
+    """A shipped model on needles and on the book, in OUT/<name>."""
+    import ccq
+    from ccq import shipped
+    from ccq.evaluate import DTYPES, Options, evaluate
+
+    dtype = DTYPES["bfloat16" if device.startswith("cuda") else "float32"]
+    with quietly(settings):
+        model, tokenizer = ccq.load(str(shipped.root() / name), device=device, dtype=dtype)
+        needles = Options(
+            out=settings.out / name,
+            tasks=("niah_single_1", "niah_book"),
+            lengths=settings.needle_lengths,
+            limit=settings.needle_samples,
+            answer_tokens=settings.answer_tokens,
+            keys="odd",
+            again=again,
+        )
+        evaluate(model, tokenizer, "niah", needles, name)
+        lengths = Options(
+            out=settings.out / name, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens, again=again
+        )
+        evaluate(model, tokenizer, "length", lengths, name)
+
+
+def alignment(settings: Settings, device: str) -> None:
+    from ccq import shipped
+    from ccq.analysis import alignment as analysis
+
+    arguments = [str(shipped.root() / "ccq-gla-pico"), "--device", device, "--variants", str(settings.variants)]
+    if settings.sentences is not None:
+        arguments += ["--sentences", str(settings.sentences)]
+    with quietly(settings):
+        analysis.main([*arguments, "--out", str(settings.out / "alignment")])
+
+
+class Stopped(Exception):
+    """A signal ended the training; its code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextlib.contextmanager
+def one_thread(device: str) -> Iterator[None]:
+    """Tiny tensors: on a CPU a second thread costs more than it gives."""
+    import torch
+
+    before = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def quietly(settings: Settings) -> Iterator[None]:
+    """What a part prints goes to the log; its progress, on stderr, stays."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with (settings.out / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        yield
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def run(settings: Settings, fresh: bool = False) -> int:
+    """Make what is not finished, then the page and the tables."""
+    from rich.console import Console
+
+    from ccq.train import folder
+
+    console = Console(highlight=False)
+    out, begin = settings.out, time.perf_counter()
+    steps = plan(settings)
+    with folder.locked(out):
+        record = Record.read(out / STATE)
+        if fresh:
+            for name in [*record.steps, "report", STATE, LOG]:  # what this wrote, and nothing else
+                remove(out / name)
+            record = Record(out / STATE)
+        console.print(where_it_runs(settings.device or best_device()))
+        left = sum(step.seconds for step in steps if not record.finished(step))
+        if not any(step.folder in TRIO for step in steps):
+            console.print(
+                "The trained trio does not ship with this version: needles, lengths and alignment are left out."
+            )
+        for number, step in enumerate(steps, 1):
+            head = f"[{number}/{len(steps) + 1}] {step.title}"
+            if record.finished(step):
+                console.print(f"{head}: finished before", style="dim", markup=False, soft_wrap=True)
+                continue
+            so_far = clock(time.perf_counter() - begin)
+            console.print(
+                f"{head} ({so_far} so far, about {clock(left)} to go on two cores)", style="bold", markup=False
+            )
+            again = record.differs(step)
+            record.note(step, finished=False)
+            step.make(again)
+            record.note(step, finished=True)
+            left -= step.seconds
+        console.print(f"[{len(steps) + 1}/{len(steps) + 1}] The page", style="bold", markup=False, soft_wrap=True)
+        page = write_report(settings, steps)
+        show(settings, steps, console)
+    console.print(f"\nThe page: {page.resolve()}", soft_wrap=True, markup=False)
+    console.print(f"{clock(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.", markup=False)
+    return 0
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def where_it_runs(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return f"Using the GPU: {torch.cuda.get_device_name(device)}."
+    return (
+        f"No GPU is used: {os.cpu_count()} CPU cores."
+        if torch.cuda.is_available()
+        else (f"No GPU here: using the CPU, {os.cpu_count()} cores.")
+    )
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(75)
+    '1:15'
+    """
+    return "{}:{:02}".format(*divmod(round(max(0.0, seconds)), 60))
+
+
+def write_report(settings: Settings, steps: list[Step]) -> Path:
+    from ccq import report
+
+    made = [settings.out / step.folder for step in steps if step.folder != "regimes"]
+    return report.write(made, settings.out / "report")[0]
+
+
+def show(settings: Settings, steps: list[Step], console: Any) -> None:
+    """The numbers in short, and what may be concluded from them."""
+    from rich import box
+    from rich.table import Table
+
+    def scores(folder: str, file: str) -> dict:
+        return json.loads((settings.out / folder / file).read_text())["scores"]
+
+    def table(title: str, rows: dict[str, list[str]], headings: list[str]) -> None:
+        made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        made.add_column("")
+        for heading in headings:
+            made.add_column(heading, justify="right")
+        for label, cells in rows.items():
+            made.add_row(label, *cells)
+        console.print(made)
+
+    slices = [f"{length}-{pairs}" for length, pairs, _ in settings.recall]
+    rows = {}
+    for system in settings.systems:
+        found = scores(f"{system}_tiny", "eval/mqar.json")
+        rows[SYSTEMS[system]] = [f"{found[name]['value']:.1f}" for name in slices]
+    heads = [f"{pairs} pairs in {length} tokens" for length, pairs, _ in settings.recall]
+    table("Recall, trained here: keys answered, %", rows, heads)
+    ship = [step.folder for step in steps if step.folder in TRIO]
+    if ship:
+        needles = [f"{task}/{n}" for task in ("niah_single_1", "niah_book") for n in settings.needle_lengths]
+        rows = {TRIO[name]: [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
+        heads = [f"{what}, {n}" for what in ("noise", "book") for n in settings.needle_lengths]
+        table(f"Needles found by the models that ship, %, {settings.needle_samples} samples each", rows, heads)
+        points = [n for n in settings.lengths if f"book/{n}" in scores(ship[0], "length.json")]
+        rows = {
+            TRIO[name]: [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points] for name in ship
+        }
+        from ccq.shipped import book
+
+        told = book()
+        table(f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens", rows,
+              [f"{n:,}" for n in points])  # fmt: skip
+    if any(step.folder == "alignment" for step in steps):
+        path = settings.out / "alignment" / "alignment_ccq_gla_pico.json"
+        gap = json.loads(path.read_text())["points"]["projection"]["top"]["16"]["unique"]
+        if gap["mean"] is not None:
+            console.print(
+                f"Alignment of needle keys with the top 16 directions, less that of the filler: {gap['mean']:+.3f}; "
+                f"below 0, as CCQ assumes, in {gap['negative_layers']} of {len(gap['by_layer'])} layers."
+            )
+    console.print(
+        f"One seed ({settings.seed}), minutes of training, few samples: this shows that all of it works and where to "
+        "look, not which is better. Runs with several seeds and equal treatment are in docs/results.md."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="ccq demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=defaults.out, help="folder to write to (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier demo wrote there")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is drawn and trained (%(default)s)")
+    parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
+    options = parser.parse_args(argv)
+    from ccq.evaluate.errors import EvaluationError
+    from ccq.train import RunError
+
+    try:
+        return run(Settings(out=options.out, seed=options.seed, device=options.device), options.fresh)
+    except (KeyboardInterrupt, Stopped) as stopped:
+        print("\nStopped. The same command goes on from here.", file=sys.stderr)
+        return getattr(stopped, "code", 130)
+    except (RunError, EvaluationError, OSError) as error:
+        print(f"ccq demo: {error}", file=sys.stderr)
+        return 1
