@@ -16,16 +16,16 @@ def parts(run):
 
 def test_a_run_says_where_it_began_and_where_it_went_on(tmp_path, monkeypatch):
     run = tmp_path / "run"
-    monkeypatch.setenv("CCQ_COMMIT", "a" * 40)
-    monkeypatch.setattr(folder, "provenance", told("CPU one"))
-    with monkeypatch.context() as death:
-        death.setattr(loop.Run, "one_step", dies_after(7, loop.Run.one_step))
-        with pytest.raises(KeyboardInterrupt):
-            train(small(steps=10), run)
-    assert [(part["step"], part["cpu"]) for part in parts(run)] == [(0, "CPU one")]
+    for cpu, entries in (("CPU one", [(0, "CPU one")]), ("CPU that died", [(0, "CPU one"), (5, "CPU that died")])):
+        monkeypatch.setattr(folder, "provenance", told(cpu))
+        with monkeypatch.context() as death:
+            death.setattr(loop.Run, "one_step", dies_after(7, loop.Run.one_step))
+            with pytest.raises(KeyboardInterrupt):
+                train(small(steps=10), run)
+        assert [(part["step"], part["cpu"]) for part in parts(run)] == entries
     monkeypatch.setattr(folder, "provenance", told("CPU two", commit="b" * 40))
     assert train(small(steps=10), run) == 0
-    assert [(part["step"], part["cpu"]) for part in parts(run)] == [(0, "CPU one"), (5, "CPU two")]
+    assert [(part["step"], part["cpu"]) for part in parts(run)] == [(0, "CPU one"), (5, "CPU two")]  # steps 6, 7 again
     before = (run / folder.PROVENANCE).read_bytes()
     assert train(small(steps=10), run) == 0  # finished: nothing trains
     assert (run / folder.PROVENANCE).read_bytes() == before
