@@ -69,9 +69,10 @@ def stream(texts: list[str], tokenizer, most: int | None = None) -> tuple[np.nda
     the one it ends."""
     if tokenizer.eos_token_id is None:
         raise EvaluationError("the tokenizer has no end-of-text token (eos_token) to join documents with")
-    pieces, owners = [], []
+    pieces: list[np.ndarray] = []
+    owners: list[np.ndarray] = []
     for number, text in enumerate(texts):
-        if most is not None and sum(map(len, pieces)) >= most:
+        if most is not None and sum(len(piece) for piece in pieces) >= most:
             break
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if number < len(texts) - 1:
