@@ -245,6 +245,9 @@ def draw_curves(lines: list[tuple[System, list, list]], ylabel: str) -> Callable
                 low, high = zip(*bands, strict=True)
                 axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
         ticks = sorted({n for _, lengths, _ in lines for n in lengths})
+        if ticks[-1] > 8 * ticks[0]:  # else the short lengths lie on each other
+            axes.set_xscale("log", base=2)
+            axes.minorticks_off()
         axes.set_xticks(ticks[:: max(1, len(ticks) // 5)])
         axes.set_xticklabels([f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks[:: max(1, len(ticks) // 5)]])
         axes.set(xlabel="tokens", ylabel=ylabel)

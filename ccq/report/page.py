@@ -14,7 +14,7 @@ from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
 from ccq.report.collect import Collection
 from ccq.report.document import Columns, Details, Document, Equation, Heading, Items, Text, figures_of
 from ccq.report.numbers import Results
-from ccq.report.systems import label_of
+from ccq.report.systems import System, label_of
 
 TITLE = "CCQ: a query that is cleaned before it reads"
 WHAT = (
@@ -77,7 +77,7 @@ def assemble(found: Collection) -> Document:
         Columns([[Text(WHAT, "lead"), EQUATION, Text(GATE)], [figures.picture()]], "hero"),
         Columns(
             [
-                [Heading("Did it help here?", 2), *did_it_help(found, verdicts)],
+                [Heading("Did it help here?", 2), *did_it_help(found, verdicts, results)],
                 [Heading("What was run here", 2), *what_was_run(found)],
             ],
             "cards",
@@ -167,7 +167,7 @@ def plural(count: int, word: str, words: str = "") -> str:
     return f"{count} {word if count == 1 else words or word + 's'}"
 
 
-def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
+def did_it_help(found: Collection, verdicts: list[Verdict], results: Results) -> list[Any]:
     """The answer in one sentence, then the headline claims."""
     quality = [v for v in verdicts if v.claim["kind"] in ("score", "recall")]
     tried = [v for v in quality if v.ours != claims.NOT_RUN]
@@ -175,7 +175,16 @@ def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
     parts: list[Any] = []
     if not found.sources:
         return [Text("Nothing was run, so nothing can be said.")]
-    if not tried:
+    measured = in_short(results)
+    if not tried and measured:
+        parts.append(
+            Text(
+                "**These results are too few to say.** No claim of the paper is judged by what is here. What was "
+                "measured, a mean over all that was asked, in percent:"
+            )
+        )
+        parts.append(Items(measured))
+    elif not tried:
         parts.append(
             Text(
                 "**Not known yet.** No pair of models, one with CCQ and one without, has been trained and evaluated "
@@ -199,6 +208,31 @@ def did_it_help(found: Collection, verdicts: list[Verdict]) -> list[Any]:
         word = words.get(v.verdict, v.verdict.capitalize())
         items.append(f"**{word}**: {full(v, verdicts)}. Here: {v.ours}. The paper: {v.paper}.")
     return parts + ([Items(items)] if items else [])
+
+
+def in_short(results: Results) -> list[str]:
+    """Recall and needles of each size that has models with CCQ and without, a line each."""
+    lines = []
+    for suite, what in (("mqar", "Recall (MQAR)"), ("niah", "Needles")):
+        sizes: dict[str, list[System]] = {}
+        for system in results.systems(suite):
+            sizes.setdefault(system.size, []).append(system)
+        for size, systems in sizes.items():
+            if len({system.name.startswith("ccq-") for system in systems}) < 2:
+                continue
+            told = []
+            for system in systems:
+                runs = results.runs(system, suite)
+                values = [x["value"] for run in runs for name, x in run.content["scores"].items() if name != "average"]
+                told.append(f"{system.label} {mean_of(values)}")
+            count = max(len(results.runs(system, suite)) for system in systems)
+            lines.append(f"**{what}, {size}**: {', '.join(told)} ({plural(count, 'run')} each at most)")
+    return lines
+
+
+def mean_of(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.1f}" if known else "–"
 
 
 def full(verdict: Verdict, verdicts: list[Verdict]) -> str:

@@ -47,6 +47,10 @@ def times(out: Path) -> dict[str, int]:
     return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in out.rglob("*.json")}
 
 
+def scores(out: Path, folder: str, file: str) -> dict:
+    return json.loads((out / folder / file).read_text())["scores"]
+
+
 @pytest.fixture(scope="module")
 def first(trio, tmp_path_factory):
     """One whole demo without a network: its folder and what it said."""
@@ -121,6 +125,12 @@ def test_page_shows_both_kinds_of_model(first):
     page = (first[0] / "report/index.html").read_text()
     for word in ("Recall (MQAR)", "CCQ-GLA", "Unit-norm GLA", "alignment"):
         assert word in page
+    recall = [
+        [x["value"] for name, x in scores(first[0], run, "eval/mqar.json").items() if name != "average"]
+        for run in ("gla_tiny", "ccq_gla_tiny")
+    ]
+    short = [f"{sum(values) / len(values):.1f}" for values in recall]
+    assert f"GLA {short[0]}, CCQ-GLA {short[1]}" in page
     assert "lacks what it should have" not in page
     assert "is not finished" not in page
 

@@ -31,3 +31,22 @@ def test_the_slices_are_zoologys(tmp_path):
         EvaluationError, match=r"MQAR has test slices of \[64, 128, 256, 512, 1024\] tokens, got \[99\]"
     ):
         mqar.build(Options(out=tmp_path, lengths=(99,)), None)
+
+
+def test_slices_and_vocabulary_of_a_tiny_model(tmp_path):
+    options = Options(out=tmp_path, slices=((16, 2, 3), (32, 4, 5)), recall_vocab_size=48)
+    asked = mqar.build(options, None)
+    assert [request.id for request in asked.requests] == [f"16-2/{i}" for i in range(3)] + [
+        f"32-4/{i}" for i in range(5)
+    ]
+    assert asked.tokens.max() < 48
+    assert asked.settings["vocabulary"] == 48
+    answers = [{"tokens": request.meta["answers"]} for request in asked.requests]
+    _, scores = mqar.metrics(asked, answers, options, None)
+    assert {name: score["value"] for name, score in scores.items()} == {"16-2": 100, "32-4": 100, "average": 100}
+
+
+@pytest.mark.parametrize(("slices", "size"), [(((64, 20, 1),), None), (((64, 4, 1),), 48)])
+def test_impossible_slices_are_named(tmp_path, slices, size):
+    with pytest.raises(EvaluationError, match=r"--slices, --recall-vocab-size: (length must|vocab_size must)"):
+        mqar.build(Options(out=tmp_path, slices=slices, recall_vocab_size=size), None)

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 
 import pytest
 import torch
@@ -233,3 +234,25 @@ def test_versions_are_in_the_file(data, tokenizer, tmp_path):
         header = json.loads(file.read_text().splitlines()[0])
         assert {"wonderwords", "words", "tokenizer", "generator", "sha256"} <= header.keys()
         assert {"nltk", "punkt_tab", "essays"} <= header.keys() or header["task"] == "niah_single_1"
+
+
+def test_a_book_for_haystack_is_read_word_by_word_and_named(tokenizer, tmp_path):
+    """The needle stands between sentences of the shipped book, whose words are otherwise as they are."""
+    from ccq.shipped import book
+
+    told = Options(out=tmp_path, tasks=("niah_book",), lengths=(1500,), limit=3, keys="odd", answer_tokens=5)
+    asked = niah.build(told, tokenizer)
+    words = " ".join(book()["stories"]).split()
+    assert len(asked.requests) == 3
+    for request in asked.requests:
+        assert request.max_new == 5
+        assert request.length <= 1500 - niah.ANSWER
+        text = tokenizer.decode(asked.of(request))
+        context = text.split("afterwards.\n")[1].split("\nWhat is")[0]
+        before, needle, after = re.split(r"(One of the special magic numbers for [a-z-]+ is: \d{7}\.)", context)
+        assert request.meta["answer"] in needle
+        assert (before + after).split() == words[: len((before + after).split())]
+        assert not before or before.rstrip()[-1] in ".!?”’"
+    assert "niah_book" not in niah.TASKS
+    assert any("Dubliners" in note for note in asked.notes)
+    assert any("5 tokens of answer instead of RULER's 128" in note for note in asked.notes)
