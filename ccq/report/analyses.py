@@ -23,9 +23,7 @@ def intervention_table(found: Collection) -> Table | None:
             for suite, name in names:
                 value = row["suites"].get(suite, {}).get(name)
                 cells.append(MISSING if value is None else Cell(number(value), hover=source.told, kind="ours"))
-            rows.append(
-                Row(Cell(f"{source.content['model']['name']}, lam {row['intervention']} {marks([source])}"), cells)
-            )
+            rows.append(Row(Cell(f"{source.title}, lam {row['intervention']} {marks([source])}"), cells))
     if not rows:
         return None
     return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], name="intervene")
@@ -63,7 +61,7 @@ def gap_table(found: Collection, paper: Paper) -> Table | None:
                 ", ".join(gap(x) for x in row["thirds"]),
                 gap(part["needle"]["mean"]),
             )
-            label = Cell(f"{source.content['model']['name']} {marks([source])}")
+            label = Cell(f"{source.title} {marks([source])}")
             ours.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
     head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
     caption = "Gap of alignment: needle tokens that are unique, less the filler"
@@ -91,7 +89,7 @@ def control_table(found: Collection) -> Table | None:
                     gap(part["near"]["mean"]),
                     gap(part["rare"]["mean"]),
                 )
-                label = Cell(f"{source.content['model']['name']} {marks([source])}")
+                label = Cell(f"{source.title} {marks([source])}")
                 rows.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
     if not rows:
         return None
@@ -111,7 +109,7 @@ def margin_table(found: Collection) -> Table | None:
         for what, digits in (("mean", 3), ("best", 3), ("rank", 1)):
             values.append(" → ".join(plain(table[f"{name} {what}"], digits) for name in ("without", "with")))
         values += [f"{content[name]} of {content['cells']}" for name in ("wider_cells", "wider_cells_best")]
-        label = Cell(f"{content['model']['name']} {marks([source])}", f"{content['prompts']} prompts")
+        label = Cell(f"{source.title} {marks([source])}", f"{content['prompts']} prompts")
         rows.append(Row(label, [Cell(x, hover=source.told, kind="ours") for x in values]))
     if not rows:
         return None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ccq.report.collect import Collection, Source
 from ccq.report.numbers import SEEDS, Results, scores_like, seed_interval
-from ccq.report.paper import HERE, Paper, scale_label
-from ccq.report.systems import SIZES, System, label_of
+from ccq.report.paper import HERE, Paper
+from ccq.report.systems import SIZES, System, label_of, scale_label
 
 if TYPE_CHECKING:
     from ccq.report.recall import Recall
@@ -308,10 +308,7 @@ def alignment(claim: dict, found: Collection, results: Results, paper: Paper) ->
         bound = None if error is None else 1.96 * error
         kept.append(gap["negative_layers"] == layers if every else bound is not None and gap["mean"] + bound < 0)
         spread = "" if bound is None else f" ± {bound:.3f} over prompts"
-        parts.append(
-            f"{source.content['model']['name']}: {gap['negative_layers']} of {layers}, mean {signed(gap['mean'], 3)}"
-            f"{spread}"
-        )
+        parts.append(f"{source.title}: {gap['negative_layers']} of {layers}, mean {signed(gap['mean'], 3)}{spread}")
     if every:
         detail = "at every layer of every model" if all(kept) else "not at every layer"
     else:
@@ -323,13 +320,18 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
     sources = [s for s in found.of("analysis", "gate") if "lam" in s.content]
     if not sources:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze gate` was not run")
-    parts, differences = [], []
+    groups: dict[str, list[Source]] = {}
     for source in sources:
-        text, retrieval = (mean_of(source.content["lam"][place]) for place in ("text", "retrieval"))
-        differences.append(retrieval - text)
-        parts.append(f"{source.content['model']['name']}: {retrieval:.3f} against {text:.3f}")
-    verdict, detail = decide(differences, "higher")
-    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources)
+        groups.setdefault(f"{source.system.label}, {source.system.size}" if source.system else "", []).append(source)
+    parts, verdicts = [], []
+    for label, mine in groups.items():
+        text, retrieval = ([mean_of(s.content["lam"][place]) for s in mine] for place in ("text", "retrieval"))
+        verdicts.append(decide([r - t for r, t in zip(retrieval, text, strict=True)], "higher"))
+        count = f" ({len(mine)} runs)" if len(mine) > 1 else ""
+        name = label if len(mine) > 1 else mine[0].title
+        parts.append(f"{name}: {sum(retrieval) / len(mine):.3f} against {sum(text) / len(mine):.3f}{count}")
+    worst = min(verdicts, key=lambda v: (FAILS, FEW, HOLDS).index(v[0]))
+    return Verdict(claim, claim["paper"], "; ".join(parts), worst[0], worst[1], sources)
 
 
 def mean_of(rows: list[list[float]]) -> float:
@@ -350,7 +352,7 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
         if moved:
             sources.append(source)
             kept.append(max(moved) <= claim["at_most"])
-            parts.append(f"{source.content['model']['name']}: at most {max(moved):.1f} over {len(moved)} lengths")
+            parts.append(f"{source.title}: at most {max(moved):.1f} over {len(moved)} lengths")
     if not parts:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze intervene --off` was not run on niah")
     verdict = HOLDS if all(kept) else FAILS

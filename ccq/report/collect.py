@@ -10,12 +10,13 @@ What is damaged or unfinished is named, and the rest is still there.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ccq.report.systems import LABELS, System, from_config, from_name
+from ccq.report.systems import LABELS, System, from_config, from_name, scale_label
 
 # folders that hold no results
 SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "samples", "node_modules", "__pycache__"}
@@ -52,6 +53,14 @@ class Source:
         """The path without what is this machine's: a folder and a file at most."""
         path = self.path if self.kind != "run" else self.path / "config.json"
         return "/".join(path.parts[-2:])
+
+    @property
+    def title(self) -> str:
+        """What an evaluation or analysis is of: the system with size and seed, or the name that the model has."""
+        if self.system is None or self.system.name not in LABELS:
+            return self.content["model"]["name"]
+        seed = None if self.seed is None else f"seed {self.seed}"
+        return ", ".join(filter(None, (self.system.label, scale_label(self.system.size), seed)))
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -280,9 +289,24 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     return source
 
 
+def tell_data_apart(runs: list[Source]) -> None:
+    """Runs of one size on other text than most of them are no runs of the same row: they say which."""
+    sets: dict[str, Counter[str]] = {}
+    for run in runs:
+        if run.system is not None and run.content["data"].get("path"):
+            sets.setdefault(run.system.size, Counter())[Path(run.content["data"]["path"]).name] += 1
+    for run in runs:
+        if run.system is None or not run.content["data"].get("path"):
+            continue
+        name, usual = Path(run.content["data"]["path"]).name, sets[run.system.size].most_common(1)[0][0]
+        if name != usual:
+            run.system = replace(run.system, variant=", ".join(filter(None, (run.system.variant, f"text {name}"))))
+
+
 def identify(found: Collection) -> None:
     """Say of every evaluation and analysis what it is of: the run it lies in or is named after, else its names."""
     runs = found.of("run")
+    tell_data_apart(runs)
     for source in found.sources:
         if source.kind not in ("eval", "analysis"):
             continue

@@ -476,7 +476,7 @@ def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
         return []
     depth, pooled, heads = [], [], []
     for source in sources:
-        name, point = source.content["model"]["name"], source.content["points"][POINT]
+        name, point = source.title, source.content["points"][POINT]
         depth.append(Panel(name, draw_depth(point)))
         pooled.append(Panel(name, draw_histogram(point)))
         heads.append(Panel(name, draw_heads(point)))
@@ -561,7 +561,7 @@ def gates(found: Collection) -> Figure | None:
                 axes.plot(source.content["layers"], means, color=colour, ls=line, marker="o", ms=3)
             axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
 
-        return Panel(source.content["model"]["name"], draw)
+        return Panel(source.title, draw)
 
     return Figure("gates", "How much is cleaned, by layer",
                   "Mean gate over heads on ordinary text, on the filler of needle prompts, and where a needle is "

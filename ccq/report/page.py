@@ -142,7 +142,7 @@ def what_was_run(found: Collection) -> list[Any]:
         items.append(f"**{plural(len(evals), 'evaluation')}** ({suites}): {counted(models)}")
     analyses = found.of("analysis")
     if analyses:
-        names = Counter(f"{source.detail} of {source.content['model']['name']}" for source in analyses)
+        names = Counter(f"{source.detail} of {source.title}" for source in analyses)
         items.append(f"**{plural(len(analyses), 'analysis', 'analyses')}**: {counted(names)}")
     benches = found.of("bench")
     if benches:

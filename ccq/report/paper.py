@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ccq.report.systems import label_of
+from ccq.report.systems import label_of, scale_label
 
 HERE = Path(__file__).parent
 MEAN_ERROR = 0.0101  # a mean of cells rounded to 0.01, itself rounded
@@ -214,11 +214,3 @@ def wrong(table: Table, statement: dict) -> list[str]:
     if kind == "grain":
         return [f"{'; '.join(failed)}, while {statement['says']}."]
     return [f"The text: {statement['says']}. The table: {'; '.join(failed)}."]
-
-
-def scale_label(scale: str) -> str:
-    """
-    >>> scale_label("500m"), scale_label("nano")
-    ('500M', 'nano')
-    """
-    return scale.upper() if scale[:1].isdigit() else scale

@@ -7,8 +7,7 @@ from typing import Any
 from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import VALID, Results
-from ccq.report.paper import scale_label
-from ccq.report.systems import System
+from ccq.report.systems import System, scale_label
 from ccq.report.tables import MISSING, human, marks, our_cell
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ccq.report.claims import CONTROLS, change
 from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
-from ccq.report.paper import Paper, scale_label
+from ccq.report.paper import Paper
 from ccq.report.paper import Table as PaperTable
-from ccq.report.systems import label_of
+from ccq.report.systems import label_of, scale_label
 from ccq.report.tables import MISSING, marks
 
 PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))

@@ -80,6 +80,14 @@ def label_of(key: str) -> str:
     return System(name, variant).label
 
 
+def scale_label(scale: str) -> str:
+    """
+    >>> scale_label("500m"), scale_label("nano")
+    ('500M', 'nano')
+    """
+    return scale.upper() if scale[:1].isdigit() else scale
+
+
 def from_name(name: str) -> tuple[System, int | None]:
     """System and seed that a name speaks of: <system>[-<variant>]-<size>[-seed<n>][-repeat<m>], with _ or -.
 

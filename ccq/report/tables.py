@@ -9,8 +9,8 @@ from ccq.report.claims import Verdict
 from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
-from ccq.report.paper import Column, Paper, eligible, leaders, scale_label
-from ccq.report.systems import System, label_of
+from ccq.report.paper import Column, Paper, eligible, leaders
+from ccq.report.systems import System, label_of, scale_label
 
 MISSING = Cell("missing", kind="missing", hover="not among the results")
 

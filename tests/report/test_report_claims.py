@@ -163,9 +163,9 @@ def test_alignment_gate_and_intervention_are_read(everything):
     assert rarity.verdict == claims.FAILS  # made of the same tokens
     assert "mean +0.000" in rarity.ours
     gate = found["The gate opens further where a needle is retrieved than on ordinary text"]
-    assert gate.ours == "ccq-gla-nano-seed0: 0.300 against 0.200"
+    assert gate.ours == "CCQ-GLA, nano, seed 0: 0.300 against 0.200"
     off = found["Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"]
-    assert off.ours == "ccq-gated-deltanet-nano: at most 3.0 over 2 lengths"
+    assert off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths"
     assert off.verdict == claims.FAILS
 
 

@@ -166,7 +166,7 @@ def test_training_speed_over_lengths_is_set_against_the_control(page):
 
 
 def test_margins_are_means_over_layers_and_heads(page):
-    [cells] = [cells for label, cells in rows_of(page, "margin").items() if label.startswith("ccq-gla")]
+    [cells] = [cells for label, cells in rows_of(page, "margin").items() if label.startswith("CCQ-GLA, nano")]
     assert cells == ["0.500, its own", "0.250 → 0.275", "−0.050 → −0.025", "3.2 → 2.0", "1 of 4", "1 of 4"]
 
 

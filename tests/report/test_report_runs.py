@@ -1,6 +1,9 @@
 """Runs on text as rows: how each was treated, a sweep's runs kept apart, and the spread of one seed run twice."""
 
+import json
+
 import pytest
+from made_results import text_run
 
 from ccq.report import claims, page, paper
 from ccq.report.collect import collect
@@ -48,3 +51,14 @@ def test_the_table_shows_how_rows_were_treated(found):
     blocks = {block.title.split(" [")[0]: block for block in tables["repeats"].blocks}
     cells = blocks["CCQ-GLA, pico, seed 0, 2 runs: valid"].rows[0].cells
     assert [cell.text for cell in cells] == ["29.00, 29.20", "0.20"]
+
+
+def test_runs_on_other_text_are_other_rows(tmp_path):
+    for number, data in enumerate(("needles", "needles", "plain")):
+        folder = tmp_path / f"{data}{number}"
+        text_run(folder, "ccq_gla_pico", number, 30.0)
+        config = json.loads((folder / "config.json").read_text())
+        config["data"]["path"] = f"/somewhere/{data}"
+        (folder / "config.json").write_text(json.dumps(config))
+    labels = sorted(source.system.label for source in collect([tmp_path]).of("run"))
+    assert labels == ["CCQ-GLA", "CCQ-GLA", "CCQ-GLA, text plain"]
