@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,17 @@ def test_what_ships_in_the_package_is_whole():
         assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= shipped.manifest(path.parent)[
             "files"
         ].keys()
+
+
+def test_the_wheel_holds_what_ships(tmp_path, monkeypatch):
+    """All of ccq/shipped, whatever ends its names: the build must need no list of them."""
+    build = pytest.importorskip("hatchling.build")
+    repository = shipped.HERE.parent.parent
+    if not (repository / "pyproject.toml").exists():
+        pytest.skip("ccq is installed without its repository")
+    monkeypatch.chdir(repository)
+    wheel = zipfile.ZipFile(tmp_path / build.build_wheel(str(tmp_path)))
+    mine = {str(path.relative_to(repository)) for path in shipped.HERE.rglob("*") if path.is_file()}
+    mine = {name for name in mine if "__pycache__" not in name}
+    assert {"ccq/shipped/book.txt", "ccq/shipped/book.json"} <= mine
+    assert mine <= set(wheel.namelist())
