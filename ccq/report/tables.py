@@ -179,7 +179,7 @@ def config_table(paper: Paper, found: Collection) -> Table:
 def human(count: float) -> str:
     """
     >>> human(15e9), human(98_304_000)
-    ('15B', '98M')
+    ('15B', '98.3M')
     """
     for unit, text in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= unit:

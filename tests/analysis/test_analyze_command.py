@@ -68,6 +68,7 @@ def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
 
 def test_gate_without_matplotlib_has_its_numbers(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ccq.analysis.figures", None)
+    monkeypatch.delattr("ccq.analysis.figures", raising=False)  # where another test has imported it
     model = folder()
     assert cli.main(["analyze", "gate", str(model), "--variants", "3", "--sentences", "6", "--out", str(tmp_path)]) == 0
     assert len(strict(tmp_path / "gate_ccq_gla.json")["lam"]["retrieval"]) == 2

@@ -1,6 +1,8 @@
 """The page: the numbers of the files, said once more; produced from anything, and standing by itself."""
 
 import dataclasses
+import doctest
+import importlib
 import json
 import random
 import re
@@ -393,9 +395,15 @@ def test_colours_can_be_read_in_light_and_dark(scheme):
         assert contrast(colours[line], colours["page"]) >= 3, line
 
 
-def test_lines_differ_in_more_than_colour():
-    from ccq.report.figures import LINES
+@pytest.mark.parametrize("name", ["claims", "numbers", "paper", "systems", "tables"])
+def test_docstring_examples_run(name):
+    assert doctest.testmod(importlib.import_module(f"ccq.report.{name}")).failed == 0
 
+
+def test_lines_differ_in_more_than_colour():
+    from ccq.report.figures import LINES, VARIANTS
+
+    assert len(set((LINES | VARIANTS).values())) == len(LINES | VARIANTS)
     assert len({(line, marker) for _, line, marker in LINES.values()}) >= len(LINES) - 2
     for with_ccq, without in (("ccq-gla", "gla"), ("ccq-gla", "gla-unit"), ("ccq-gated-deltanet", "gated-deltanet")):
         assert LINES[with_ccq][1:] != LINES[without][1:]
