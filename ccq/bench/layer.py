@@ -11,6 +11,7 @@ CCQ is put where the layer calls its recurrence, so that all else is fla's own c
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def calls(layer: nn.Module, length: int, backward: bool) -> Callable[[], None]:
 def peak_memory(call: Callable[[], None]) -> int:
     call()
     torch.cuda.synchronize()
+    gc.collect()  # what earlier calls left behind must not be freed in the middle of this one
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()

@@ -89,7 +89,6 @@ class Grid:
         launch(programs, totals, sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
-GATE_ROWS = 4  # tokens of a program that gates
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
 
 
@@ -114,33 +113,16 @@ def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
 
 
-class Gating(NamedTuple):
-    """A gate to be computed on the way: lam is written."""
-
-    q: Tensor
-    weight: Tensor
-    bias: Tensor
-    lam: Tensor
-
-
-def prepare_keys(
-    grid: Grid, k: Tensor, norm: bool, sums: bool, gating: Gating | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The key of the statistics and 1/|k| (k itself and nothing, without `norm`); the sums of BN keys each."""
     k_bar = torch.empty_like(k) if norm else k
     rnorm = k.new_empty(k.shape[:-1] if norm else 0, dtype=torch.float32)
     key_sums = k.new_empty((grid.sums, grid.key_heads, grid.size) if sums else 0, dtype=torch.float32)
-    along = gating is not None and (norm or sums) and grid.query_heads <= fused_gate.FEW
-    if gating is not None and not along:
-        fused_gate.forward(*gating)
     if norm or sums:
-        gates = triton.cdiv(k.shape[0] * k.shape[1], GATE_ROWS) if along else 0
-        keys_kernel[(gates + grid.sums * grid.key_heads,)](
+        keys_kernel[(grid.sums * grid.key_heads,)](
             k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
-            *(gating if gating is not None and along else (None,) * 4),
-            grid.sequences, grid.length, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, gates, EPS,
-            NORM=norm, SUMS=sums, GATE=along, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            BM=GATE_ROWS, BD=triton.next_power_of_2(grid.query_heads * grid.size) if along else 1,
+            grid.sequences, grid.length, grid.key_heads, grid.size, grid.per_sums, EPS,
+            NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
             num_warps=grid.row_warps(1024),
         )  # fmt: skip
     return k_bar, rnorm, key_sums
@@ -206,20 +188,26 @@ class Adjoint(NamedTuple):
 def finish(
     grid: Grid, g: Tensor, q: Tensor, lam: Tensor, dlam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor,
     gate_weight: Tensor | None, centred: bool, unit: bool,
-) -> tuple[Tensor, Adjoint]:  # fmt: skip
-    """dq, through a gate too, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
+) -> tuple[Tensor, Adjoint, Tensor | None, Tensor | None]:  # fmt: skip
+    """dq, what the keys' gradient needs, and the gradients of a gate, from `read` = Sigma g, whose memory is reused."""
     dq = torch.empty_like(q)
+    gates = 0 if gate_weight is None else grid.query_heads
+    weights = gates * gates * grid.size
+    size = triton.cdiv(weights + gates, 4) * 4  # so that each share begins at 16 bytes
+    shares = q.new_empty(grid.sums if gates else 0, size, dtype=torch.float32)
     lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
     adjoint = Adjoint(read, pulls, *lifts)
     finish_kernel[(grid.sums * grid.query_heads,)](
-        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint,
-        grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
-        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
-        GATES=0 if gate_weight is None else grid.query_heads,
-        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
+        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint, shares,
+        grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, size, EPS,
+        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred, GATE=gates > 0,
+        BN=grid.config.BN, BK=grid.block_k, **fused_gate.options(q, grid.query_heads), num_warps=grid.row_warps(2048),
     )  # fmt: skip
-    return dq, adjoint
+    if gate_weight is None:
+        return dq, adjoint, None, None
+    total = fused_gate.add_shares(shares)
+    return dq, adjoint, total[:weights].view_as(gate_weight), total[weights : weights + gates]
 
 
 def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
@@ -276,8 +264,9 @@ def forward(
         q, k, lam, second_moment, key_sum, count, cu_seqlens
     )
     grid = pick_grid("clean", q, k, count, cu_seqlens)
-    gating = None if gate is None else Gating(q, gate[0].contiguous(), gate[1].contiguous(), lam)
-    k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state, gating)
+    if gate is not None:
+        fused_gate.forward(q, *gate, lam)
+    k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
     final = empty_state(grid, k, output_final_state)
     if centred or output_final_state:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
@@ -322,14 +311,11 @@ def backward(
     dlam, unit = torch.empty_like(lam), normalize == "unit"
     read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
     del states, sums  # memory for what follows
-    few = grid.query_heads <= fused_gate.FEW
-    (weight,) = contiguous(gate_weight if few else None)
-    dq, adjoint = finish(grid, g, q, lam, dlam, means, means_g, read, weight, centred, unit)
-    d_weight = d_bias = None
-    if gate_weight is not None:
-        through_gate, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam, through_q=not few)
-        if not few:
-            dq += through_gate
+    (weight,) = contiguous(gate_weight if fused_gate.fits(grid.query_heads, grid.block_k) else None)
+    dq, adjoint, d_weight, d_bias = finish(grid, g, q, lam, dlam, means, means_g, read, weight, centred, unit)
+    if gate_weight is not None and weight is None:
+        through_gate, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam)
+        dq += through_gate
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:

@@ -25,13 +25,13 @@ def dot_parts(a, b, acc, DT: tl.constexpr, IP: tl.constexpr, SPLIT_A: tl.constex
         return tl.dot(a, (b - head.to(tl.float32)).to(DT), acc, input_precision=IP)
 
 
-@triton.jit
-def gate_rows(
-    q, weight, bias, lam, block, M, H, D,
+@triton.jit(do_not_specialize=["M"])
+def gate_kernel(
+    q, weight, bias, lam, M, H, D,
     BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """lam of the block-th BM tokens."""
-    rows = block.to(tl.int64) * BM + tl.arange(0, BM)
+    """lam of BM tokens."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     heads = tl.arange(0, BH)
     acc = tl.zeros([BM, BH], tl.float32)
     for first in range(0, D, BD):
@@ -46,38 +46,17 @@ def gate_rows(
     tl.store(lam + rows[:, None] * H + heads[None, :], 1.0 / (1.0 + tl.exp(-z)), mask=mask)
 
 
-@triton.jit
-def gate_few(q, weight, bias, lam, block, M, H, D, BM: tl.constexpr, BD: tl.constexpr):
-    """lam of the block-th BM tokens, of few heads: each is a sum over the query, held whole; BD >= D."""
-    rows = block.to(tl.int64) * BM + tl.arange(0, BM)
-    cols = tl.arange(0, BD)
-    x = tl.load(q + rows[:, None] * D + cols[None, :], mask=(rows < M)[:, None] & (cols < D)[None, :], other=0.0)
-    for h in range(H):
-        w = tl.load(weight + h * D + cols, mask=cols < D, other=0.0)
-        z = tl.sum(x.to(tl.float32) * w[None, :], 1) + tl.load(bias + h)
-        tl.store(lam + rows * H + h, 1.0 / (1.0 + tl.exp(-z)), mask=rows < M)
-
-
-@triton.jit(do_not_specialize=["M"])
-def gate_kernel(
-    q, weight, bias, lam, M, H, D,
-    BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
-):  # fmt: skip
-    gate_rows(q, weight, bias, lam, tl.program_id(0), M, H, D, BM, BD, BH, DT, IP)
-
-
 @triton.jit(do_not_specialize=["M", "per_split"])
 def gate_backward_kernel(
     d_lam, q, weight, lam, dq, d_weight, d_bias, M, H, D, per_split,
-    DQ: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """dq for BD columns and the rows of one split (if DQ), and the split's share of dW and db."""
+    """dq for BD columns and the rows of one split, and the split's share of dW and db."""
     split = tl.program_id(1)
     cols = tl.program_id(0) * BD + tl.arange(0, BD)
     heads = tl.arange(0, BH)
-    if DQ:
-        inside = (heads < H)[:, None] & (cols < D)[None, :]
-        w = tl.load(weight + heads[:, None] * D + cols[None, :], mask=inside, other=0.0).to(DT)
+    inside = (heads < H)[:, None] & (cols < D)[None, :]
+    w = tl.load(weight + heads[:, None] * D + cols[None, :], mask=inside, other=0.0).to(DT)
     acc = tl.zeros([BD, BH], tl.float32)
     total = tl.zeros([BH], tl.float32)
     for first in range(split * per_split, tl.minimum((split + 1) * per_split, M), BM):
@@ -90,25 +69,49 @@ def gate_backward_kernel(
         large = (rows < M)[:, None] & (cols < D)[None, :]
         x = tl.load(q + rows[:, None] * D + cols[None, :], mask=large, other=0.0).to(DT)
         acc = dot_parts(tl.trans(x), dz, acc, DT, IP, False)
-        if DQ:
-            grad = dot_parts(dz, w, tl.zeros([BM, BD], tl.float32), DT, IP, True)
-            tl.store(dq + rows[:, None] * D + cols[None, :], grad.to(dq.dtype.element_ty), mask=large)
+        grad = dot_parts(dz, w, tl.zeros([BM, BD], tl.float32), DT, IP, True)
+        tl.store(dq + rows[:, None] * D + cols[None, :], grad.to(dq.dtype.element_ty), mask=large)
     at = split * H * D + heads[None, :] * D + cols[:, None]
     tl.store(d_weight + at, acc, mask=(heads < H)[None, :] & (cols < D)[:, None])
     if tl.program_id(0) == 0:
         tl.store(d_bias + split * H + heads, total, mask=heads < H)
 
 
+@triton.jit(do_not_specialize=["rows", "width"])
+def shares_kernel(shares, out, rows, width, BR: tl.constexpr, BC: tl.constexpr):
+    """out = sum of `rows` rows of `width` numbers."""
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    acc = tl.zeros([BR, BC], tl.float32)
+    for first in range(0, rows, BR):
+        row = (first + tl.arange(0, BR)).to(tl.int64)
+        inside = (row < rows)[:, None] & (cols < width)[None, :]
+        acc += tl.load(shares + row[:, None] * width + cols[None, :], mask=inside, other=0.0)
+    tl.store(out + cols, tl.sum(acc, 0), mask=cols < width)
+
+
 ROWS, COLUMNS = 64, 64  # tokens of a program of the forward, and how much of a query it takes at a time
 
 
-FEW = 8  # heads up to which the gate goes along with the kernels of the operator, as sums, not products of matrices
+def fits(heads: int, block_k: int) -> bool:
+    """Whether W of one head's channels and its gradient have room in the backward of the operator."""
+    return padded(heads) * block_k <= 16 * 256
+
+
+def padded(heads: int) -> int:
+    return max(16, triton.next_power_of_2(heads))
+
+
+def add_shares(shares: Tensor) -> Tensor:
+    """The sum of the rows of [N, W]."""
+    out = shares.new_empty(shares.shape[1])
+    shares_kernel[(triton.cdiv(len(out), 64),)](shares, out, *shares.shape, BR=64, BC=64)
+    return out
 
 
 def options(q: Tensor, heads: int) -> dict:
     half = q.dtype == torch.bfloat16 and q.is_cuda  # Triton's interpreter multiplies bf16 as if it were integers
     return {
-        "BH": max(16, triton.next_power_of_2(heads)),
+        "BH": padded(heads),
         "DT": tl.bfloat16 if half else tl.float32,
         "IP": "tf32" if half else "tf32x3",
     }
@@ -123,25 +126,25 @@ def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None) 
         lam = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     gate_kernel[(triton.cdiv(rows, ROWS),)](
         q, weight.contiguous(), bias.contiguous(), lam, rows, heads, width,
-        BM=ROWS, BD=COLUMNS, **options(q, heads), num_stages=3,
+        BM=ROWS, BD=COLUMNS, **options(q, heads), num_stages=3 if q.dtype == torch.bfloat16 else 1,
     )  # fmt: skip
     return lam
 
 
-def backward(
-    d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor, through_q: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (empty without `through_q`), W and b."""
+def backward(d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, W and b."""
     q = q.contiguous()
     heads, width = weight.shape
     rows = q.numel() // width
     splits = max(1, min(32, triton.cdiv(rows, 64)))
-    dq = torch.empty_like(q) if through_q else q.new_empty(0)
+    dq = torch.empty_like(q)
     d_weight = torch.empty(splits, heads, width, dtype=torch.float32, device=q.device)
     d_bias = torch.empty(splits, heads, dtype=torch.float32, device=q.device)
     per_split = triton.cdiv(triton.cdiv(rows, splits), 64) * 64
-    gate_backward_kernel[(triton.cdiv(width, 128), splits)](
+    chosen = options(q, heads)
+    columns, stages = (128, 3) if chosen["BH"] == 16 and chosen["DT"] == tl.bfloat16 else (64, 1)  # what fits
+    gate_backward_kernel[(triton.cdiv(width, columns), splits)](
         d_lam.contiguous(), q, weight.contiguous(), lam, dq, d_weight, d_bias, rows, heads, width, per_split,
-        DQ=through_q, BM=64, BD=128, **options(q, heads),
+        BM=64, BD=columns, **chosen, num_stages=stages,
     )  # fmt: skip
     return dq, d_weight.sum(0), d_bias.sum(0)

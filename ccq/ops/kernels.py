@@ -9,8 +9,8 @@ where m_t = s_t . x_t / t, and n, mu_0, Sigma_0 are count, mean and covariance b
 off the scores before they are rounded, and a state is stored divided by n: it never overflows, and a strong mean costs
 it no bits. m_t comes from the row sums of scores that are there anyway: centring needs no product of its own.
 
-    forward    keys (k_bar, 1/|k|, sums; lam of the gate) -> running sums -> states -> clean
-    backward   keys, running sums, states -> Sigma g, dlam -> finish (dq, also through the gate; w_t, pulls)
+    forward    (lam of the gate) keys (k_bar, 1/|k|, sums) -> running sums -> states -> clean
+    backward   keys, running sums, states -> Sigma g, dlam -> finish (dq, w_t, pulls; all of the gate's gradients)
                -> running pulls -> adjoint states -> dk
 
 Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
@@ -25,12 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ccq.ops.fused_gate import gate_few
+from ccq.ops.fused_gate import dot_parts
 
 # sizes that vary from call to call: compiled once for all of them
-VARYING = [
-    "N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread", "gates",
-]  # fmt: skip
+VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
 
 
 @triton.jit
@@ -105,24 +103,11 @@ def lower_block(index):
 
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
-    k, k_bar, rnorm, sums, cu, sum_offsets, q, weight, bias, lam, N, T, HQ, H, K, per_sums, gates, eps,
-    NORM: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, per_sums, eps,
+    NORM: tl.constexpr, SUMS: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS).
-
-    The first `gates` programs do something else: they compute lam for BM tokens each, because both only wait for
-    memory, and one launch waits once.
-    """
+    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS)."""
     pid = tl.program_id(0)
-    if GATE:
-        if pid < gates:
-            tokens = T
-            if not VARLEN:
-                tokens = N * T
-            gate_few(q, weight, bias, lam, pid, tokens, HQ, HQ * K, BM, BD)
-            return
-        pid -= gates
     h = pid % H
     tile = pid // H
     n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
@@ -448,11 +433,11 @@ def clean_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
     g, q, lam, dlam, m_q, m_g, count, cu, sum_offsets, gate_weight, dq, weighted, pulls, lift_q, lift_w,
-    N, T, HQ, K, per_sums, eps,
-    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, GATES: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    shares, N, T, HQ, K, per_sums, share_size, eps,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, GATE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """dq from Sigma g, for BN rows of a head; through the gate of GATES heads too (0: there is none).
+    """dq from Sigma g, for BN rows of a head; through the gate too (if GATE), with the rows' share of its gradients.
 
     For dk: w_t = u_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
     pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
@@ -461,7 +446,15 @@ def finish_kernel(
     hq = pid % HQ
     tile = pid // HQ
     n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
+    heads = tl.arange(0, BH)
+    wide = heads[:, None] * (HQ * K) + hq * K + tl.arange(0, BK)[None, :]
+    there = (heads < HQ)[:, None] & (tl.arange(0, BK) < K)[None, :]
+    shares += tile.to(tl.int64) * share_size
+    at_bias = HQ * HQ * K + heads
     if n >= N:
+        if GATE:  # its share is summed with the others'
+            tl.store(shares + wide, tl.zeros([BH, BK], tl.float32), mask=there)
+            tl.store(shares + at_bias, tl.zeros([BH], tl.float32), mask=(heads < HQ) & (hq == 0))
         return
     first = rank * BN
     rows = first + tl.arange(0, BN)
@@ -483,7 +476,7 @@ def finish_kernel(
     grad = g_tile - gate[:, None] * read  # of the query that was cleaned
     if UNIT:
         grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
-    if GATES == 0:
+    if not GATE:
         store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
     w = g_tile * (-gate * scale / t)[:, None]
     store_rows(weighted + head, w, first, length, HQ, K, cols, BN)
@@ -494,12 +487,17 @@ def finish_kernel(
         tl.store(lift_w + per_row, mean_w, mask=valid)
         pull = tl.sum(w * mean_q[:, None] + q_tile * mean_w[:, None], 0)
         tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
-    if GATES > 0:  # last, when registers are free again
-        for h in range(GATES):
-            at = (begin + rows) * HQ + h
-            opened = tl.load(lam + at, mask=valid, other=0.0)
-            dz = tl.load(dlam + at, mask=valid, other=0.0) * opened * (1.0 - opened)
-            grad += dz[:, None] * tl.load(gate_weight + (h * HQ + hq) * K + cols, mask=cols < K, other=0.0)[None, :]
+    if GATE:  # last, and with q loaded once more: what came before leaves no registers
+        at = (begin + rows)[:, None] * HQ + heads[None, :]
+        small = valid[:, None] & (heads < HQ)[None, :]
+        opened = tl.load(lam + at, mask=small, other=0.0)
+        dz = tl.load(dlam + at, mask=small, other=0.0) * opened * (1.0 - opened)
+        tl.store(shares + at_bias, tl.sum(dz, 0), mask=(heads < HQ) & (hq == 0))
+        q_again = load_rows(q + head, first, length, HQ, K, cols, BN, DT)
+        d_tile = dot_parts(tl.trans(dz), q_again, tl.zeros([BH, BK], tl.float32), DT, IP, True)
+        tl.store(shares + wide, d_tile, mask=there)
+        gate_tile = tl.load(gate_weight + wide, mask=there, other=0.0).to(DT)
+        grad += dot_parts(dz, gate_tile, tl.zeros([BN, BK], tl.float32), DT, IP, True)
         store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
 
 

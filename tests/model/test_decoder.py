@@ -183,21 +183,29 @@ def test_compiled_gradients_equal_eager_for_all(system, fresh_compiler):
 @each_system
 @pytest.mark.parametrize("fused", [True, False])
 def test_gradients_on_a_gpu_equal_those_on_a_cpu(system, fused, monkeypatch):
-    """Whichever kernels run there; fp32, of which tensor cores keep ten bits."""
+    """Whichever kernels run there; fp32, of which tensor cores keep ten bits.
+
+    What is a sum of many terms that cancel (the gradients of A_log, two numbers) may err by more than the others, but by
+    no more than a few times what it changes by when the weights themselves are rounded to ten bits.
+    """
     monkeypatch.setattr("ccq.mixers.norms.FUSED", fused)
     model, ids = make_model(system), tokens(2, 150)
     mask = torch.ones_like(ids)
     mask[0, :37] = 0
     ref = model(ids, attention_mask=mask, labels=ids, logits_to_keep=0)
     gradients = torch.autograd.grad(ref.loss, list(model.parameters()))
+    rounded = copy.deepcopy(model)
+    for p in rounded.parameters():
+        p.data = (p.data.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+    shifted = rounded(ids, attention_mask=mask, labels=ids, logits_to_keep=0).loss
+    shifted = torch.autograd.grad(shifted, list(rounded.parameters()))
     model.cuda()
     got = model(ids.cuda(), attention_mask=mask.cuda(), labels=ids.cuda(), logits_to_keep=0)
     assert relative(ref.logits, got.logits.cpu()) < 1e-2
     torch.testing.assert_close(got.loss.cpu(), ref.loss, rtol=1e-3, atol=0)
-    for (name, _), a, b in zip(
-        model.named_parameters(), gradients, torch.autograd.grad(got.loss, list(model.parameters())), strict=True
-    ):
-        assert relative(a, b.cpu()) < 3e-2, name
+    on_gpu = torch.autograd.grad(got.loss, list(model.parameters()))
+    for (name, _), a, b, c in zip(model.named_parameters(), gradients, on_gpu, shifted, strict=True):
+        assert relative(a, b.cpu()) < max(3e-2, 4 * relative(a, c)), name
 
 
 def test_hidden_states_are_those_of_the_layers():
