@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -260,6 +261,25 @@ class Stopped(Exception):
 
 
 @contextlib.contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """A list that gets every SIGINT, beside the KeyboardInterrupt it raises: libraries may swallow that."""
+    got: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        got.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = None
+    with contextlib.suppress(ValueError):  # not in the main thread
+        before = signal.signal(signal.SIGINT, note)
+    try:
+        yield got
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def one_thread(device: str) -> Iterator[None]:
     """Tiny tensors: on a CPU a second thread costs more than it gives."""
     import torch
@@ -295,7 +315,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
     console = Console(highlight=False)
     out, begin = settings.out, time.perf_counter()
     steps = plan(settings)
-    with folder.locked(out):
+    with folder.locked(out), interruptions() as got:
         record = Record.read(out / STATE)
         if fresh:
             for name in [*record.steps, "report", STATE, LOG]:  # what this wrote, and nothing else
@@ -320,6 +340,8 @@ def run(settings: Settings, fresh: bool = False) -> int:
             record.note(step, finished=False)
             step.make(again)
             record.note(step, finished=True)
+            if got:
+                raise KeyboardInterrupt
             left -= step.seconds
         console.print(f"[{len(steps) + 1}/{len(steps) + 1}] The page", style="bold", markup=False, soft_wrap=True)
         page = write_report(settings, steps)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,3 +242,20 @@ def test_control_c_in_training_is_gone_on_from(tmp_path, empty_page, monkeypatch
     assert "resumed at step 2" in said
     assert "one read, constructed: finished before" in said
     assert (out / "report/index.html").exists()
+
+
+def test_an_interruption_that_a_library_swallows_stops_it_after_the_step(tmp_path, monkeypatch, empty_page):
+    monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path / "none"))
+    handler = signal.getsignal(signal.SIGINT)
+
+    def swallow(out, seed):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)  # the signal is handled here
+        out.mkdir()
+
+    monkeypatch.setattr(demo, "three_regimes", swallow)
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
+        demo.run(small(tmp_path / "laptop", systems=("gla",)))
+    assert not (tmp_path / "laptop/gla_tiny").exists()
+    assert signal.getsignal(signal.SIGINT) is handler
