@@ -123,7 +123,7 @@ def plan(settings: Settings) -> list[Step]:
             Step(
                 f"{system}_tiny",
                 f"{SYSTEMS[system]} learns recall: {settings.steps} steps, then a test",
-                25,
+                15,
                 lambda again, system=system: recall(settings, system, device, again),  # type: ignore[misc]
                 decides,
                 ("config.json", "log.jsonl", "eval/mqar.json"),
@@ -142,7 +142,7 @@ def plan(settings: Settings) -> list[Step]:
             Step(
                 name,
                 f"{name}, trained on text: needles, and perplexity by length",
-                35,
+                20,
                 lambda again, name=name: try_model(settings, name, device, again),  # type: ignore[misc]
                 decides,
                 ("niah.json", "length.json"),
@@ -153,7 +153,7 @@ def plan(settings: Settings) -> list[Step]:
             Step(
                 "alignment",
                 "ccq-gla-pico: do needle keys lie off the directions of most variance?",
-                15,
+                8,
                 lambda again: alignment(settings, device),
                 {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
                 ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
@@ -334,7 +334,10 @@ def run(settings: Settings, fresh: bool = False) -> int:
                 continue
             so_far = clock(time.perf_counter() - begin)
             console.print(
-                f"{head} ({so_far} so far, about {clock(left)} to go on two cores)", style="bold", markup=False
+                f"{head} ({so_far} so far, about {clock(left)} to go on two cores)",
+                style="bold",
+                markup=False,
+                soft_wrap=True,
             )
             again = record.differs(step)
             record.note(step, finished=False)
@@ -434,7 +437,8 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
             )
     console.print(
         f"One seed ({settings.seed}), minutes of training, few samples: this shows that all of it works and where to "
-        "look, not which is better. Runs with several seeds and equal treatment are in docs/results.md."
+        "look, not which is better: another --seed ranks the models of the first table anew. Runs with several seeds "
+        "and equal treatment are in docs/results.md."
     )
 
 
