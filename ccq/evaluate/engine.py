@@ -24,7 +24,6 @@ from torch import Tensor
 from ccq.evaluate.requests import Request, RequestSet
 
 GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
-EIGHT = 8  # batches in decoding are a multiple of this: similar lengths share a size, and so a captured step
 MEASURED = 4  # batches in which both ways of prefill are run, the first to warm up
 LOGITS = 2**26  # elements of the largest block of logits: 256 MB in fp32
 PREFILLS = ("auto", "plain", "shared")
@@ -73,6 +72,8 @@ class Engine:
         self.body, self.head = parts(self.model, self.device)
         self.continues, self.recurrent = cache_properties(self.body, self.device)
         self.pads = self.recurrent and padding_is_nothing(self.body, self.device)
+        # on a GPU kernels compile and tune anew for each size of a batch (fla's cumsum), and steps are captured for one
+        self.few_sizes = self.device.type == "cuda" and self.batch_size is None
         self._measured = 0
 
     def run(self, asked: RequestSet, requests: Sequence[Request] | None = None) -> Iterator[tuple[Request, dict]]:
@@ -102,10 +103,13 @@ class Engine:
         ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
         while ordered:
             size = self.batch_size or max(1, times * (self.batch_tokens or 1) // max(1, ordered[0].length + extra))
-            if extra and not self.batch_size and size > EIGHT:
-                size -= size % EIGHT
+            size = self.even(min(size, len(ordered)))
             yield ordered[:size]
             ordered = ordered[size:]
+
+    def even(self, size: int) -> int:
+        """The largest power of two up to `size`, where sizes should be few."""
+        return 1 << (size.bit_length() - 1) if self.few_sizes else size
 
     def _timed(self, answer, asked: RequestSet, batch: list) -> Iterator[tuple[Request, dict]]:
         begin = time.perf_counter()
@@ -166,6 +170,7 @@ class Engine:
                 size = max(
                     1, (self.batch_size or (self.batch_tokens or 1) // cost * len(waiting[0])) // len(waiting[0])
                 )
+                size = self.even(min(size, len(waiting)))
                 yield waiting[:size]
                 waiting = waiting[size:]
 
@@ -241,8 +246,9 @@ class Engine:
         greedy = right.tolist()
         inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in continuations], batch_first=True)  # [B, T]
         if inputs.shape[1] > 0:
-            cache.reorder_cache(owner.to(self.device))
-            states, _ = self.states(inputs, cache)
+            more = self.even(2 * len(batch) - 1) - len(batch) if self.few_sizes else 0  # rows that nobody asked for
+            cache.reorder_cache(torch.nn.functional.pad(owner, (0, more)).to(self.device))
+            states, _ = self.states(torch.nn.functional.pad(inputs, (0, 0, 0, more)), cache)
             counts = [len(x) - 1 for x in continuations]
             rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
             columns = torch.cat([torch.arange(n) for n in counts])

@@ -191,23 +191,20 @@ def finish(
 ) -> tuple[Tensor, Adjoint, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, what the keys' gradient needs, and the gradients of a gate, from `read` = Sigma g, whose memory is reused."""
     dq = torch.empty_like(q)
-    gates = 0 if gate_weight is None else grid.query_heads
-    weights = gates * gates * grid.size
-    size = triton.cdiv(weights + gates, 4) * 4  # so that each share begins at 16 bytes
-    shares = q.new_empty(grid.sums if gates else 0, size, dtype=torch.float32)
+    gated = gate_weight is not None
+    shares = (grid.sums if gated else 0, grid.query_heads)
+    d_weight = q.new_empty(*shares, grid.query_heads * grid.size, dtype=torch.float32)
+    d_bias = q.new_empty(shares, dtype=torch.float32)
     lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
     adjoint = Adjoint(read, pulls, *lifts)
     finish_kernel[(grid.sums * grid.query_heads,)](
-        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint, shares,
-        grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, size, EPS,
-        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred, GATE=gates > 0,
+        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint, d_weight, d_bias,
+        grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
+        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred, GATE=gated,
         BN=grid.config.BN, BK=grid.block_k, **fused_gate.options(q, grid.query_heads), num_warps=grid.row_warps(2048),
     )  # fmt: skip
-    if gate_weight is None:
-        return dq, adjoint, None, None
-    total = fused_gate.add_shares(shares)
-    return dq, adjoint, total[:weights].view_as(gate_weight), total[weights : weights + gates]
+    return dq, adjoint, *((d_weight.sum(0), d_bias.sum(0)) if gated else (None, None))
 
 
 def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:

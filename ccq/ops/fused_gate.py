@@ -77,18 +77,6 @@ def gate_backward_kernel(
         tl.store(d_bias + split * H + heads, total, mask=heads < H)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
-def shares_kernel(shares, out, rows, width, BR: tl.constexpr, BC: tl.constexpr):
-    """out = sum of `rows` rows of `width` numbers."""
-    cols = tl.program_id(0) * BC + tl.arange(0, BC)
-    acc = tl.zeros([BR, BC], tl.float32)
-    for first in range(0, rows, BR):
-        row = (first + tl.arange(0, BR)).to(tl.int64)
-        inside = (row < rows)[:, None] & (cols < width)[None, :]
-        acc += tl.load(shares + row[:, None] * width + cols[None, :], mask=inside, other=0.0)
-    tl.store(out + cols, tl.sum(acc, 0), mask=cols < width)
-
-
 ROWS, COLUMNS = 64, 64  # tokens of a program of the forward, and how much of a query it takes at a time
 
 
@@ -99,13 +87,6 @@ def fits(heads: int, block_k: int) -> bool:
 
 def padded(heads: int) -> int:
     return max(16, triton.next_power_of_2(heads))
-
-
-def add_shares(shares: Tensor) -> Tensor:
-    """The sum of the rows of [N, W]."""
-    out = shares.new_empty(shares.shape[1])
-    shares_kernel[(triton.cdiv(len(out), 64),)](shares, out, *shares.shape, BR=64, BC=64)
-    return out
 
 
 def options(q: Tensor, heads: int) -> dict:

@@ -433,7 +433,7 @@ def clean_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
     g, q, lam, dlam, m_q, m_g, count, cu, sum_offsets, gate_weight, dq, weighted, pulls, lift_q, lift_w,
-    shares, N, T, HQ, K, per_sums, share_size, eps,
+    d_weight, d_bias, N, T, HQ, K, per_sums, eps,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, GATE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
@@ -449,12 +449,11 @@ def finish_kernel(
     heads = tl.arange(0, BH)
     wide = heads[:, None] * (HQ * K) + hq * K + tl.arange(0, BK)[None, :]
     there = (heads < HQ)[:, None] & (tl.arange(0, BK) < K)[None, :]
-    shares += tile.to(tl.int64) * share_size
-    at_bias = HQ * HQ * K + heads
+    share = tile.to(tl.int64) * HQ
     if n >= N:
         if GATE:  # its share is summed with the others'
-            tl.store(shares + wide, tl.zeros([BH, BK], tl.float32), mask=there)
-            tl.store(shares + at_bias, tl.zeros([BH], tl.float32), mask=(heads < HQ) & (hq == 0))
+            tl.store(d_weight + share * HQ * K + wide, tl.zeros([BH, BK], tl.float32), mask=there)
+            tl.store(d_bias + share + heads, tl.zeros([BH], tl.float32), mask=(heads < HQ) & (hq == 0))
         return
     first = rank * BN
     rows = first + tl.arange(0, BN)
@@ -492,10 +491,10 @@ def finish_kernel(
         small = valid[:, None] & (heads < HQ)[None, :]
         opened = tl.load(lam + at, mask=small, other=0.0)
         dz = tl.load(dlam + at, mask=small, other=0.0) * opened * (1.0 - opened)
-        tl.store(shares + at_bias, tl.sum(dz, 0), mask=(heads < HQ) & (hq == 0))
+        tl.store(d_bias + share + heads, tl.sum(dz, 0), mask=(heads < HQ) & (hq == 0))
         q_again = load_rows(q + head, first, length, HQ, K, cols, BN, DT)
         d_tile = dot_parts(tl.trans(dz), q_again, tl.zeros([BH, BK], tl.float32), DT, IP, True)
-        tl.store(shares + wide, d_tile, mask=there)
+        tl.store(d_weight + share * HQ * K + wide, d_tile, mask=there)
         gate_tile = tl.load(gate_weight + wide, mask=there, other=0.0).to(DT)
         grad += dot_parts(dz, gate_tile, tl.zeros([BN, BK], tl.float32), DT, IP, True)
         store_rows(dq + head, grad, first, length, HQ, K, cols, BN)

@@ -45,10 +45,12 @@ def answers(engine, asked):
 
 
 @pytest.mark.parametrize("prefill", ["plain", "shared"])
-@pytest.mark.parametrize("batch_size", [None, 1, 5])
+@pytest.mark.parametrize("batch_size", [None, 1, 5, "few sizes"])
 def test_batched_and_shared_equal_one_by_one(model, prefill, batch_size):
     asked = requests_of()
-    engine = Engine(model, batch_size=batch_size, prefill=prefill)
+    few = batch_size == "few sizes"
+    engine = Engine(model, batch_size=None if few else batch_size, prefill=prefill)
+    engine.few_sizes = few
     assert engine.continues
     assert engine.head is not None
     got = answers(engine, asked)
@@ -57,6 +59,20 @@ def test_batched_and_shared_equal_one_by_one(model, prefill, batch_size):
         assert got[name]["greedy"] == greedy
         assert got[name]["seconds"] > 0
     assert bool(engine.shared.used) == (prefill == "shared")
+
+
+def test_on_a_gpu_batches_have_few_sizes(llama):
+    """Powers of two, so that what is compiled for a size of a batch is compiled a few times."""
+    asked = requests_of(count=37, contexts=9)
+    engine = Engine(llama, batch_tokens=500)
+    engine.few_sizes = True
+    sizes = [len(batch) for batch in engine.batches(asked.requests)]
+    assert sum(sizes) == 37
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert max(sizes) == 8  # of 500 // 40-odd
+    sizes = [len(groups) for groups in engine._context_batches(engine._split(asked, asked.requests)[1])]
+    assert sum(sizes) == 9
+    assert all(size & (size - 1) == 0 for size in sizes)
 
 
 def test_shared_prefill_runs_each_context_once(llama):
