@@ -1,4 +1,4 @@
-# make test   everything CI checks: lint, types, tests     make run   see the operator at work (no GPU, no data)
+# make test   everything CI checks: lint, types, tests     make run   see it at work (no GPU, no data)
 # Both set up .venv by themselves from Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ test: lint
 	$(BIN)/python -m pytest -n auto
 
 run: .venv/installed
-	$(BIN)/ccq demo --out runs/demo
+	$(BIN)/ccq demo
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ def provenance(command: str | None = None) -> dict:
             continue
     told = os.environ.get("CCQ_COMMIT", "")  # set where the code travels without git: `git describe --always --dirty`
     commit = told.removesuffix("-dirty") or git("rev-parse", "HEAD")
-    dirty = told.endswith("-dirty") or bool(git("status", "--porcelain", "--untracked-files=no"))
+    dirty = told.endswith("-dirty") if told else bool(git("status", "--porcelain", "--untracked-files=no"))
     origin: dict[str, Any] = {
         "command": command or command_of(sys.argv),
         "commit": commit,

@@ -186,25 +186,20 @@ class Adjoint(NamedTuple):
 
 
 def finish(
-    grid: Grid, g: Tensor, q: Tensor, lam: Tensor, dlam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor,
-    gate_weight: Tensor | None, centred: bool, unit: bool,
-) -> tuple[Tensor, Adjoint, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, what the keys' gradient needs, and the gradients of a gate, from `read` = Sigma g, whose memory is reused."""
+    grid: Grid, g: Tensor, q: Tensor, lam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor, centred: bool, unit: bool
+) -> tuple[Tensor, Adjoint]:
+    """dq, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
     dq = torch.empty_like(q)
-    gated = gate_weight is not None
-    shares = (grid.sums if gated else 0, grid.query_heads)
-    d_weight = q.new_empty(*shares, grid.query_heads * grid.size, dtype=torch.float32)
-    d_bias = q.new_empty(shares, dtype=torch.float32)
     lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
     adjoint = Adjoint(read, pulls, *lifts)
     finish_kernel[(grid.sums * grid.query_heads,)](
-        g, q, lam, dlam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, gate_weight, dq, *adjoint, d_weight, d_bias,
+        g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, *adjoint,
         grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
-        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred, GATE=gated,
-        BN=grid.config.BN, BK=grid.block_k, **fused_gate.options(q, grid.query_heads), num_warps=grid.row_warps(2048),
+        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
+        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
     )  # fmt: skip
-    return dq, adjoint, *((d_weight.sum(0), d_bias.sum(0)) if gated else (None, None))
+    return dq, adjoint
 
 
 def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
@@ -308,11 +303,10 @@ def backward(
     dlam, unit = torch.empty_like(lam), normalize == "unit"
     read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
     del states, sums  # memory for what follows
-    (weight,) = contiguous(gate_weight if fused_gate.fits(grid.query_heads, grid.block_k) else None)
-    dq, adjoint, d_weight, d_bias = finish(grid, g, q, lam, dlam, means, means_g, read, weight, centred, unit)
-    if gate_weight is not None and weight is None:
-        through_gate, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam)
-        dq += through_gate
+    dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
+    d_weight = d_bias = None
+    if gate_weight is not None:
+        _, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam, dq)
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:

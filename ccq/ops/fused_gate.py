@@ -13,16 +13,10 @@ from torch import Tensor
 
 
 @triton.jit
-def dot_parts(a, b, acc, DT: tl.constexpr, IP: tl.constexpr, SPLIT_A: tl.constexpr):
-    """acc + a b, where one of them (a if SPLIT_A, else b) is fp32 and taken in two parts of DT."""
-    if SPLIT_A:
-        head = a.to(DT)
-        acc = tl.dot(head, b, acc, input_precision=IP)
-        return tl.dot((a - head.to(tl.float32)).to(DT), b, acc, input_precision=IP)
-    else:
-        head = b.to(DT)
-        acc = tl.dot(a, head, acc, input_precision=IP)
-        return tl.dot(a, (b - head.to(tl.float32)).to(DT), acc, input_precision=IP)
+def parts(x, DT: tl.constexpr):
+    """x in fp32 as the sum of two of DT."""
+    head = x.to(DT)
+    return head, (x - head.to(tl.float32)).to(DT)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -31,68 +25,96 @@ def gate_kernel(
     BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """lam of BM tokens."""
-    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    begin = tl.program_id(0).to(tl.int64) * BM
+    local = tl.arange(0, BM)
+    valid = local < M - begin
     heads = tl.arange(0, BH)
+    q += begin * D
     acc = tl.zeros([BM, BH], tl.float32)
     for first in range(0, D, BD):
         cols = first + tl.arange(0, BD)
-        x = tl.load(q + rows[:, None] * D + cols[None, :], mask=(rows < M)[:, None] & (cols < D)[None, :], other=0.0)
-        w = tl.load(
-            weight + heads[None, :] * D + cols[:, None], mask=(heads < H)[None, :] & (cols < D)[:, None], other=0.0
-        )
-        acc = dot_parts(x.to(DT), w, acc, DT, IP, False)
+        x = tl.load(q + local[:, None] * D + cols[None, :], mask=valid[:, None] & (cols < D)[None, :], other=0.0)
+        inside = (heads < H)[:, None] & (cols < D)[None, :]
+        head, tail = parts(tl.load(weight + heads[:, None] * D + cols[None, :], mask=inside, other=0.0), DT)
+        acc = tl.dot(x.to(DT), tl.trans(head), acc, input_precision=IP)
+        acc = tl.dot(x.to(DT), tl.trans(tail), acc, input_precision=IP)
     z = acc + tl.load(bias + heads, mask=heads < H, other=0.0)[None, :]
-    mask = (rows < M)[:, None] & (heads < H)[None, :]
-    tl.store(lam + rows[:, None] * H + heads[None, :], 1.0 / (1.0 + tl.exp(-z)), mask=mask)
+    mask = valid[:, None] & (heads < H)[None, :]
+    tl.store(lam + begin * H + local[:, None] * H + heads[None, :], 1.0 / (1.0 + tl.exp(-z)), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "per_split"])
 def gate_backward_kernel(
     d_lam, q, weight, lam, dq, d_weight, d_bias, M, H, D, per_split,
-    BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+    ADD: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq for BD columns and the rows of one split, and the split's share of dW and db."""
+    """dq for BD columns and the rows of one split (added to what is there, if ADD), and the split's share of dW and db.
+
+    All that a loop loads is fetched STAGES ahead: it waits for nothing but memory.
+    """
     split = tl.program_id(1)
+    begin = split.to(tl.int64) * per_split
+    rows = tl.minimum(M - begin, per_split).to(tl.int32)  # of this split; none, where the earlier ones had all
     cols = tl.program_id(0) * BD + tl.arange(0, BD)
     heads = tl.arange(0, BH)
     inside = (heads < H)[:, None] & (cols < D)[None, :]
     w = tl.load(weight + heads[:, None] * D + cols[None, :], mask=inside, other=0.0).to(DT)
-    acc = tl.zeros([BD, BH], tl.float32)
+    acc = tl.zeros([BH, BD], tl.float32)
     total = tl.zeros([BH], tl.float32)
-    for first in range(split * per_split, tl.minimum((split + 1) * per_split, M), BM):
-        rows = tl.cast(first, tl.int64) + tl.arange(0, BM)
-        small = (rows < M)[:, None] & (heads < H)[None, :]
-        at = rows[:, None] * H + heads[None, :]
+    lam += begin * H
+    d_lam += begin * H
+    q += begin * D
+    dq += begin * D
+    for first in tl.range(0, rows, BM, num_stages=STAGES):
+        local = first + tl.arange(0, BM)
+        small = (local < rows)[:, None] & (heads < H)[None, :]
+        at = local[:, None] * H + heads[None, :]
         gate = tl.load(lam + at, mask=small, other=0.0)
         dz = tl.load(d_lam + at, mask=small, other=0.0) * gate * (1.0 - gate)
         total += tl.sum(dz, 0)
-        large = (rows < M)[:, None] & (cols < D)[None, :]
-        x = tl.load(q + rows[:, None] * D + cols[None, :], mask=large, other=0.0).to(DT)
-        acc = dot_parts(tl.trans(x), dz, acc, DT, IP, False)
-        grad = dot_parts(dz, w, tl.zeros([BM, BD], tl.float32), DT, IP, True)
-        tl.store(dq + rows[:, None] * D + cols[None, :], grad.to(dq.dtype.element_ty), mask=large)
-    at = split * H * D + heads[None, :] * D + cols[:, None]
-    tl.store(d_weight + at, acc, mask=(heads < H)[None, :] & (cols < D)[:, None])
+        head, tail = parts(dz, DT)
+        large = (local < rows)[:, None] & (cols < D)[None, :]
+        at = local[:, None] * D + cols[None, :]
+        x = tl.load(q + at, mask=large, other=0.0).to(DT)
+        acc = tl.dot(tl.trans(head), x, acc, input_precision=IP)
+        acc = tl.dot(tl.trans(tail), x, acc, input_precision=IP)
+        grad = tl.dot(head, w, input_precision=IP)
+        grad = tl.dot(tail, w, grad, input_precision=IP)
+        if ADD:
+            grad += tl.load(dq + at, mask=large, other=0.0).to(tl.float32)
+        tl.store(dq + at, grad.to(dq.dtype.element_ty), mask=large)
+    tl.store(d_weight + split * H * D + heads[:, None] * D + cols[None, :], acc, mask=inside)
     if tl.program_id(0) == 0:
         tl.store(d_bias + split * H + heads, total, mask=heads < H)
 
 
+@triton.jit
+def add_splits_kernel(
+    d_weight, d_bias, weight_out, bias_out, splits, H, width,
+    BS: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """The sums of all splits' shares, BC numbers of W; the first program also b."""
+    split = tl.arange(0, BS)
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = (split < splits)[:, None] & (cols < width)[None, :]
+    x = tl.load(d_weight + split[:, None] * width + cols[None, :], mask=inside, other=0.0)
+    tl.store(weight_out + cols, tl.sum(x, 0), mask=cols < width)
+    if tl.program_id(0) == 0:
+        heads = tl.arange(0, BH)
+        inside = (split < splits)[:, None] & (heads < H)[None, :]
+        x = tl.load(d_bias + split[:, None] * H + heads[None, :], mask=inside, other=0.0)
+        tl.store(bias_out + heads, tl.sum(x, 0), mask=heads < H)
+
+
 ROWS, COLUMNS = 64, 64  # tokens of a program of the forward, and how much of a query it takes at a time
-
-
-def fits(heads: int, block_k: int) -> bool:
-    """Whether W of one head's channels and its gradient have room in the backward of the operator."""
-    return padded(heads) * block_k <= 16 * 256
-
-
-def padded(heads: int) -> int:
-    return max(16, triton.next_power_of_2(heads))
+SPLITS = 64  # of the rows, at most, in the backward
 
 
 def options(q: Tensor, heads: int) -> dict:
     half = q.dtype == torch.bfloat16 and q.is_cuda  # Triton's interpreter multiplies bf16 as if it were integers
     return {
-        "BH": padded(heads),
+        "BH": max(16, triton.next_power_of_2(heads)),
         "DT": tl.bfloat16 if half else tl.float32,
         "IP": "tf32" if half else "tf32x3",
     }
@@ -112,20 +134,27 @@ def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None) 
     return lam
 
 
-def backward(d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, W and b."""
+def backward(
+    d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor, dq: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (added to `dq`, in place, if given), W and b."""
     q = q.contiguous()
     heads, width = weight.shape
     rows = q.numel() // width
-    splits = max(1, min(32, triton.cdiv(rows, 64)))
-    dq = torch.empty_like(q)
-    d_weight = torch.empty(splits, heads, width, dtype=torch.float32, device=q.device)
-    d_bias = torch.empty(splits, heads, dtype=torch.float32, device=q.device)
-    per_split = triton.cdiv(triton.cdiv(rows, splits), 64) * 64
     chosen = options(q, heads)
     columns, stages = (128, 3) if chosen["BH"] == 16 and chosen["DT"] == tl.bfloat16 else (64, 1)  # what fits
+    splits = max(1, min(SPLITS, triton.cdiv(rows, 64)))
+    per_split = triton.cdiv(triton.cdiv(rows, splits), 64) * 64
+    add = dq is not None
+    dq = torch.empty_like(q) if dq is None else dq
+    d_weight, d_bias = (weight.new_empty(splits, heads, size) for size in (width, 1))
     gate_backward_kernel[(triton.cdiv(width, columns), splits)](
         d_lam.contiguous(), q, weight.contiguous(), lam, dq, d_weight, d_bias, rows, heads, width, per_split,
-        BM=64, BD=columns, **chosen, num_stages=stages,
+        ADD=add, BM=32, BD=columns, **chosen, STAGES=stages,
     )  # fmt: skip
-    return dq, d_weight.sum(0), d_bias.sum(0)
+    sums = torch.empty_like(weight, memory_format=torch.contiguous_format), weight.new_empty(heads)
+    add_splits_kernel[(triton.cdiv(heads * width, 64),)](
+        d_weight, d_bias, *sums, splits, heads, heads * width,
+        BS=triton.next_power_of_2(splits), BC=64, BH=chosen["BH"],
+    )  # fmt: skip
+    return dq, *sums

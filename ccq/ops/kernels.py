@@ -9,9 +9,9 @@ where m_t = s_t . x_t / t, and n, mu_0, Sigma_0 are count, mean and covariance b
 off the scores before they are rounded, and a state is stored divided by n: it never overflows, and a strong mean costs
 it no bits. m_t comes from the row sums of scores that are there anyway: centring needs no product of its own.
 
-    forward    (lam of the gate) keys (k_bar, 1/|k|, sums) -> running sums -> states -> clean
-    backward   keys, running sums, states -> Sigma g, dlam -> finish (dq, w_t, pulls; all of the gate's gradients)
-               -> running pulls -> adjoint states -> dk
+    forward    keys (k_bar, 1/|k|, sums) -> running sums -> states -> clean
+    backward   keys, running sums, states -> Sigma g, dlam -> finish (dq, w_t, pulls) -> running pulls -> adjoint
+               states -> dk
 
 Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
 are no atomics: equal inputs give equal bits. Offsets inside a tile are 32 bits, those of tiles 64.
@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from ccq.ops.fused_gate import dot_parts
 
 # sizes that vary from call to call: compiled once for all of them
 VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
@@ -432,12 +430,12 @@ def clean_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
-    g, q, lam, dlam, m_q, m_g, count, cu, sum_offsets, gate_weight, dq, weighted, pulls, lift_q, lift_w,
-    d_weight, d_bias, N, T, HQ, K, per_sums, eps,
-    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, GATE: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+    g, q, lam, m_q, m_g, count, cu, sum_offsets, dq, weighted, pulls, lift_q, lift_w,
+    N, T, HQ, K, per_sums, eps,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dq from Sigma g, for BN rows of a head; through the gate too (if GATE), with the rows' share of its gradients.
+    """dq from Sigma g, for BN rows of a head.
 
     For dk: w_t = u_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
     pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
@@ -446,14 +444,7 @@ def finish_kernel(
     hq = pid % HQ
     tile = pid // HQ
     n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
-    heads = tl.arange(0, BH)
-    wide = heads[:, None] * (HQ * K) + hq * K + tl.arange(0, BK)[None, :]
-    there = (heads < HQ)[:, None] & (tl.arange(0, BK) < K)[None, :]
-    share = tile.to(tl.int64) * HQ
     if n >= N:
-        if GATE:  # its share is summed with the others'
-            tl.store(d_weight + share * HQ * K + wide, tl.zeros([BH, BK], tl.float32), mask=there)
-            tl.store(d_bias + share + heads, tl.zeros([BH], tl.float32), mask=(heads < HQ) & (hq == 0))
         return
     first = rank * BN
     rows = first + tl.arange(0, BN)
@@ -475,8 +466,7 @@ def finish_kernel(
     grad = g_tile - gate[:, None] * read  # of the query that was cleaned
     if UNIT:
         grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
-    if not GATE:
-        store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
+    store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
     w = g_tile * (-gate * scale / t)[:, None]
     store_rows(weighted + head, w, first, length, HQ, K, cols, BN)
     if CENTRED:
@@ -486,18 +476,6 @@ def finish_kernel(
         tl.store(lift_w + per_row, mean_w, mask=valid)
         pull = tl.sum(w * mean_q[:, None] + q_tile * mean_w[:, None], 0)
         tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
-    if GATE:  # last, and with q loaded once more: what came before leaves no registers
-        at = (begin + rows)[:, None] * HQ + heads[None, :]
-        small = valid[:, None] & (heads < HQ)[None, :]
-        opened = tl.load(lam + at, mask=small, other=0.0)
-        dz = tl.load(dlam + at, mask=small, other=0.0) * opened * (1.0 - opened)
-        tl.store(d_bias + share + heads, tl.sum(dz, 0), mask=(heads < HQ) & (hq == 0))
-        q_again = load_rows(q + head, first, length, HQ, K, cols, BN, DT)
-        d_tile = dot_parts(tl.trans(dz), q_again, tl.zeros([BH, BK], tl.float32), DT, IP, True)
-        tl.store(d_weight + share * HQ * K + wide, d_tile, mask=there)
-        gate_tile = tl.load(gate_weight + wide, mask=there, other=0.0).to(DT)
-        grad += dot_parts(dz, gate_tile, tl.zeros([BN, BK], tl.float32), DT, IP, True)
-        store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
 
 
 @triton.jit(do_not_specialize=VARYING)

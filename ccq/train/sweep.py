@@ -44,7 +44,6 @@ RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zool
 REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
 TIERS = {"rows": (2_000, (0,)), "seeds": (10_000, (1, 2, 3))}  # steps, seeds
 POINTS = 40  # of a curve
-START = "spawn"  # of worker processes: CUDA does not survive a fork
 TEST_SEED = 0  # the test samples are the same for all runs
 
 
@@ -301,13 +300,13 @@ def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadli
                 fail(specs, f"{type(error).__name__}: {first_line(error)}")
         return failed
 
-    context = multiprocessing.get_context(START)
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     workers: list[Any] = []
     busy: dict[Any, tuple[Any, list[Spec] | None]] = {}
 
     def hire() -> None:
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, out, options), daemon=True)  # type: ignore[attr-defined]
+        process = context.Process(target=work, args=(theirs, out, options), daemon=True)
         process.start()
         theirs.close()
         workers.append(process)

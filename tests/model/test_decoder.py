@@ -185,8 +185,8 @@ def test_compiled_gradients_equal_eager_for_all(system, fresh_compiler):
 def test_gradients_on_a_gpu_equal_those_on_a_cpu(system, fused, monkeypatch):
     """Whichever kernels run there; fp32, of which tensor cores keep ten bits.
 
-    What is a sum of many terms that cancel (the gradients of A_log, two numbers) may err by more than the others, but by
-    no more than a few times what it changes by when the weights themselves are rounded to ten bits.
+    What is a sum of many terms that cancel (the gradients of A_log, two numbers) may err by more than the others, but
+    by no more than a few times what it changes by when the weights themselves are rounded to ten bits.
     """
     monkeypatch.setattr("ccq.mixers.norms.FUSED", fused)
     model, ids = make_model(system), tokens(2, 150)

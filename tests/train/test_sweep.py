@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from train_helpers import small, start
+from train_helpers import small, start, work_that_errs
 
 from ccq import cli
 from ccq.model import CCQForCausalLM
@@ -212,17 +212,7 @@ def test_killed_it_goes_on_with_the_runs_that_are_missing(tmp_path, capsys):
 
 
 def test_a_row_that_fails_or_dies_does_not_take_the_others_with_it(tmp_path, monkeypatch, capfd):
-    real = sweep.train_together
-
-    def train_together(specs, out, options):
-        if specs[0].row == "gla":
-            raise RuntimeError("the kernel errs")
-        if specs[0].row == "gla_unit":
-            os._exit(3)
-        real(specs, out, options)
-
-    monkeypatch.setattr(sweep, "train_together", train_together)
-    monkeypatch.setattr(sweep, "START", "fork")  # so that the workers have it too
+    monkeypatch.setattr(sweep, "work", work_that_errs)
     rows = ["--tier", "rows", "--rows", "gla,gla_unit,ccq_gla,gla_current_key", "--rates", "0.01", "--workers", "2"]
     assert cli.main(["sweep", *TOY, *rows, "--out", str(tmp_path)]) == 1
     content = json.loads((tmp_path / "mqar_rows.json").read_text())

@@ -136,3 +136,20 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def work_that_errs(connection, out, options):
+    """A worker of a sweep in which one row raises and another one's process dies."""
+    from ccq.train import sweep
+
+    real = sweep.train_together
+
+    def train_together(specs, out, options):
+        if specs[0].row == "gla":
+            raise RuntimeError("the kernel errs")
+        if specs[0].row == "gla_unit":
+            os._exit(3)
+        real(specs, out, options)
+
+    sweep.train_together = train_together
+    sweep.work(connection, out, options)
