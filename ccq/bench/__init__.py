@@ -18,6 +18,7 @@ KINDS = {
     "prefill": "prompts through whole models, beside the paper's milliseconds",
     "decode": "one token at a time through whole models, captured, generated and plain, beside the paper's tokens/s",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
+    "eval": "how fast suites are answered, and what sharing the prefill of equal contexts changes",
     "tune": "tile sizes of the kernels for this GPU",
 }
 

@@ -31,13 +31,13 @@ def parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
     return parser
 
 
-def model(system: str, size: str):
+def model(system: str, size: str, **changes):
     """A preset in bf16 on the GPU, with random weights."""
     from ccq.model import CCQConfig, CCQForCausalLM
 
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}")).bfloat16().eval()
+        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}", **changes)).bfloat16().eval()
 
 
 def tokens(made, batch: int, length: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ BENCHES = {
     "prefill": {"system", "wall_ms", "T"},
     "decode": {"system", "step_ms", "generate_tok_s"},
     "train": {"system", "tokens_per_second", "peak_gib"},
+    "eval": {"system", "suite", "samples_per_second"},
 }
 
 

@@ -107,6 +107,7 @@ def assemble(found: Collection) -> Document:
         *optional(speed.lengths_table(found)),
         speed.inference_table(paper, found),
         *optional(speed.decode_operator_table(found)),
+        *optional(speed.evaluation_table(found)),
         *optional(speed.goals_table(found)),
     ]
     parts += [Heading("Where keys lie, and what the gate does", 2, "keys"), *keys(found, paper)]

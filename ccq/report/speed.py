@@ -272,6 +272,33 @@ def lengths_table(found: Collection) -> Table | None:
     return Table("Training over the length of sequences", head, [Block("", rows)], notes, name="lengths")
 
 
+def evaluation_table(found: Collection) -> Table | None:
+    """How long suites take, of the newest file."""
+    sources = found.of("bench", "eval")
+    if not sources:
+        return None
+    source = max(sources, key=lambda s: s.date)
+    rows, notes = [], []
+    for row in source.content["rows"]:
+        cells = [
+            f"{row['requests']:,}",
+            f"{row['tokens']:,}",
+            f"{row['seconds']:,.0f}",
+            f"{row['samples_per_second']:,.1f}",
+        ]
+        label = f"{label_of(row['system'])}, {scale_label(row['size'])}: {row['suite']}"
+        rows.append(Row(Cell(label), [Cell(text, "", source.told, kind="ours") for text in cells]))
+        if both := row.get("both_ways"):
+            notes.append(
+                f"{label}: with the prefill of equal contexts shared, {both['changed_answers']:,} of "
+                f"{both['contexts']:,} likeliest answers change in {row['dtype']}; {both['shared_seconds']:.1f} s "
+                f"against {both['plain_seconds']:.1f} s."
+            )
+    notes.append(f"One GPU, random weights{noted([source])}. {marks([source])}")
+    head = ["suite", "requests", "tokens", "seconds", "samples a second"]
+    return Table("Answering a suite", head, [Block("", rows)], notes, name="evaluation")
+
+
 GOALS = {"operator-cpu": "The operator on a CPU", "data-prepare": "`ccq data prepare`"}
 
 

@@ -1,0 +1,92 @@
+"""`ccq bench eval`: how fast suites are answered, and what sharing the prefill of equal contexts changes.
+
+Requests as `ccq eval MODEL --stage requests` left them, presets with random weights: speed does not depend on what a
+model knows. A second row for each suite with shared contexts runs some of them both ways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ccq.bench import systems
+from ccq.bench.live import LiveTable
+from ccq.bench.results import provenance, write
+from ccq.evaluate.engine import Engine
+from ccq.evaluate.requests import RequestSet
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = systems.parser("eval", __doc__, "eval_h200.json")
+    parser.set_defaults(systems="ccq-gla", size="500m")
+    parser.add_argument("--requests", type=Path, required=True, help="folder of requests, a file a suite")
+    parser.add_argument("--suites", default="lm,niah")
+    parser.add_argument("--contexts", type=int, default=1000, help="that are scored both ways (default: %(default)s)")
+    args = parser.parse_args(argv)
+    rows: list[dict] = []
+    columns = ("system", "suite", "requests", "tokens", "seconds", "samples/s", "tokens/s")
+    with LiveTable("answering requests with whole models", *columns) as table:
+        for system in args.systems.split(","):
+            for suite in args.suites.split(","):
+                asked = RequestSet.load(args.requests / f"{suite}.npz")
+                if args.warm:  # some of every length
+                    asked.requests = sorted(asked.requests, key=lambda r: -r.length)[
+                        :: max(1, len(asked.requests) // 512)
+                    ]
+                most = max(asked.tokens.max().item() + 1, 32_000)
+                model = systems.model(system, args.size, vocab_size=int(most))
+                row = {"system": system, "size": args.size, "suite": suite, "dtype": "bfloat16"} | answer(model, asked)
+                table.add(
+                    system, suite, f"{row['requests']:,}", f"{row['tokens']:,}", f"{row['seconds']:.1f}",
+                    f"{row['samples_per_second']:.1f}", f"{row['tokens'] / row['seconds']:,.0f}",
+                )  # fmt: skip
+                rows.append(row)
+                if not args.warm:
+                    row["both_ways"] = both_ways(model, asked, args.contexts)
+                del model
+                torch.cuda.empty_cache()
+    if not args.warm:
+        write(args.out, {**provenance(), "note": args.note, "rows": rows})
+    return 0
+
+
+def answer(model, asked: RequestSet) -> dict:
+    """Seconds for all of it, as a user waits for them."""
+    begin = time.perf_counter()
+    engine = Engine(model)
+    number = sum(1 for _ in engine.run(asked))
+    seconds = time.perf_counter() - begin
+    return {
+        "requests": number,
+        "tokens": sum(request.length for request in asked.requests),
+        "seconds": seconds,
+        "samples_per_second": number / seconds,
+        "shared": bool(engine.shared.used),
+    }
+
+
+def both_ways(model, asked: RequestSet, contexts: int) -> dict | None:
+    """Some requests with equal contexts, plain and shared: seconds, and contexts whose likeliest answer differs."""
+    groups = Engine(model, prefill="shared")._split(asked, [r for r in asked.requests if r.kind == "score"])[1]
+    some = [request for group in groups[:contexts] for request in group]
+    if not some:
+        return None
+    found: dict[str, dict[str, float]] = {}
+    seconds = {}
+    for way in ("plain", "shared"):
+        begin = time.perf_counter()
+        found[way] = {r.id: sum(row["nll"]) for r, row in Engine(model, prefill=way).run(asked, some)}
+        seconds[way] = time.perf_counter() - begin
+    likeliest = [
+        [min(group, key=lambda request: losses[request.id]).id for group in groups[:contexts]]
+        for losses in found.values()
+    ]
+    changed = sum(one != other for one, other in zip(*likeliest, strict=True))
+    difference = max(abs(found["plain"][r.id] - found["shared"][r.id]) for r in some)
+    return {
+        "contexts": len(groups[:contexts]), "requests": len(some), "plain_seconds": seconds["plain"],
+        "shared_seconds": seconds["shared"], "changed_answers": changed, "largest_difference": difference,
+    }  # fmt: skip
