@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForC
 
 from ccq import cli
 from ccq.model import CCQConfig, CCQForCausalLM
-from ccq.model.convert import FAMILIES, convert, grouped, main
+from ccq.model.convert import convert, grouped, main
+from ccq.model.convert.families import FAMILIES
 
 TYPES = ("gla", "gated_deltanet", "mamba2", "transformer")
 each_type = pytest.mark.parametrize("model_type", TYPES)
@@ -717,7 +718,7 @@ def test_the_file_is_as_safetensors_wants_it(source, tmp_path):
 
 def test_one_tensor_at_a_time(source, tmp_path, monkeypatch):
     """While the next one is read, the last may still be alive, and no other."""
-    from ccq.model import convert as module
+    from ccq.model.convert import tensors as module
 
     alive, most = weakref.WeakSet(), 0
     original = module.Kept
