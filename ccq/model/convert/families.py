@@ -26,9 +26,8 @@ class Family:
     architecture: str
     reads: dict[str, Any]  # the options that our config takes over, with the values that fla assumes
     only: dict[str, tuple[tuple[Any, ...], str]]  # options with the values that our layer has, and why no others
-    former: dict[
-        str, tuple[tuple[Any, ...], str]
-    ]  # likewise, of earlier versions, and what fla's model never passes on
+    # likewise, of earlier versions, and what fla's model never passes on
+    former: dict[str, tuple[tuple[Any, ...], str]]
     ignored: tuple[str, ...]  # options that do not change the function: kernels, initialisation, the loss
     names: tuple[tuple[str, str], ...]  # parts of our tensors' names, and fla's for them
     options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> those of CCQConfig
