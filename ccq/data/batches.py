@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
     input_ids: Int[Tensor, "B L"]
     labels: Int[Tensor, "B L"]  # IGNORE where nothing is scored
-    cu_seqlens: Int[Tensor, "N+1"] | None
+    cu_seqlens: Int[Tensor, " N1"] | None
     window_ids: Int[Tensor, " windows"]  # which windows (samples) of the source these are
 
 
