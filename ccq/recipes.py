@@ -8,6 +8,7 @@ A size says how big the model is and how it is trained. A system is one of the p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,11 @@ SIZES: dict[str, Callable[[str], Config]] = {
 # -- systems: what is trained ------------------------------------------------------------------------------------------
 
 
+def with_model(config: Config, **options: Any) -> Config:
+    """The config with other options of its model."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
+
+
 def transformer(size: str) -> Config:
     """softmax attention, RoPE, SwiGLU"""
     return SIZES[size]("transformer")
@@ -178,23 +184,17 @@ def deltanet(size: str) -> Config:
 
 def ccq_gla(size: str) -> Config:
     """GLA + CCQ"""
-    config = gla(size)
-    config.model.clean = True
-    return config
+    return with_model(gla(size), clean=True)
 
 
 def ccq_gated_deltanet(size: str) -> Config:
     """Gated DeltaNet + CCQ"""
-    config = gated_deltanet(size)
-    config.model.clean = True
-    return config
+    return with_model(gated_deltanet(size), clean=True)
 
 
 def gla_unit(size: str) -> Config:
     """the control of CCQ-GLA: unit q and k, no cleaning"""
-    config = gla(size)
-    config.model.unit_qk = True
-    return config
+    return with_model(gla(size), unit_qk=True)
 
 
 def gla_unit_equal_state(size: str) -> Config:
@@ -206,72 +206,52 @@ def gla_unit_equal_state(size: str) -> Config:
 
 def gla_current_key(size: str) -> Config:
     """unit GLA with Comba's read: q - d k of the same token, d learned"""
-    config = gla_unit(size)
-    config.model.current_key_read = True
-    return config
+    return with_model(gla_unit(size), current_key_read=True)
 
 
 def ccq_gla_open(size: str) -> Config:
     """CCQ-GLA whose gate starts at 0.5 instead of 0.01"""
-    config = ccq_gla(size)
-    config.model.gate_init = 0.5
-    return config
+    return with_model(ccq_gla(size), gate_init=0.5)
 
 
 def ccq_gla_uncentred(size: str) -> Config:
     """CCQ-GLA, the mean of the keys not taken away"""
-    config = ccq_gla(size)
-    config.model.centred = False
-    return config
+    return with_model(ccq_gla(size), centred=False)
 
 
 def ccq_gla_fixed_lam(size: str) -> Config:
     """CCQ-GLA with lam = 0.1 without a gate"""
-    config = ccq_gla(size)
-    config.model.fixed_lam = 0.1
-    return config
+    return with_model(ccq_gla(size), fixed_lam=0.1)
 
 
 def ccq_gla_stats(size: str) -> Config:
     """cleaning without the norm: q and k as GLA has them, unit keys in the covariance only"""
-    config = ccq_gla(size)
-    config.model.normalize = "stats"
-    return config
+    return with_model(ccq_gla(size), normalize="stats")
 
 
 def ccq_gla_no_decay(size: str) -> Config:
     """CCQ-GLA whose gate's bias does not decay: what opens it then is its gradient"""
-    config = ccq_gla(size)
-    config.model.decay_gate_bias = False
-    return config
+    return with_model(ccq_gla(size), decay_gate_bias=False)
 
 
 def ccq_gated_deltanet_no_decay(size: str) -> Config:
     """CCQ-Gated DeltaNet whose gate's bias does not decay"""
-    config = ccq_gated_deltanet(size)
-    config.model.decay_gate_bias = False
-    return config
+    return with_model(ccq_gated_deltanet(size), decay_gate_bias=False)
 
 
 def ccq_gated_deltanet_open(size: str) -> Config:
     """CCQ-Gated DeltaNet whose gate starts at 0.5"""
-    config = ccq_gated_deltanet(size)
-    config.model.gate_init = 0.5
-    return config
+    return with_model(ccq_gated_deltanet(size), gate_init=0.5)
 
 
 def ccq_gated_deltanet_uncentred(size: str) -> Config:
     """the paper's ablation: the mean of the keys is not taken away"""
-    config = ccq_gated_deltanet(size)
-    config.model.centred = False
-    return config
+    return with_model(ccq_gated_deltanet(size), centred=False)
 
 
 def ccq_gated_deltanet_fixed_lam(size: str) -> Config:
     """the paper's ablation: lam = 0.1 without a gate"""
-    config = ccq_gated_deltanet(size)
-    config.model.fixed_lam = 0.1
-    return config
+    return with_model(ccq_gated_deltanet(size), fixed_lam=0.1)
 
 
 PAPER = (transformer, mamba2, gla, gla_hedgehog, gated_deltanet, ccq_gla, ccq_gated_deltanet)

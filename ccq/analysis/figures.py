@@ -213,7 +213,7 @@ def gate(result: dict, folder: Path, stem: str) -> list[Path]:
             if all(result["of_bias"]):
                 bias = [np.mean(row) for row in result["of_bias"]]
                 lines.plot(result["layers"], bias, "_", color="black", ms=9, label="sigmoid(bias) alone")
-            lines.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
+            lines.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05 * lines.dataLim.ymax))
             lines.xaxis.set_major_locator(MaxNLocator(integer=True))
             lines.legend(frameon=False, fontsize=8)
             top = max(np.max(row) for place in ("text", "retrieval") for row in result["lam"][place])

@@ -10,7 +10,7 @@ from ccq.report.tables import MISSING, marks, number
 
 
 def intervention_table(found: Collection) -> Table | None:
-    rows = []
+    rows, notes = [], []
     head: list[str] = []
     for source in found.of("analysis", "intervene"):
         base = source.content["rows"][0]["suites"]
@@ -19,14 +19,17 @@ def intervention_table(found: Collection) -> Table | None:
         for row in source.content["rows"]:
             if "-layers-" in row["intervention"]:
                 continue
+            lam = {"none": "as trained"}.get(row["intervention"], row["intervention"])
             cells = []
             for suite, name in names:
                 value = row["suites"].get(suite, {}).get(name)
                 cells.append(MISSING if value is None else Cell(number(value), hover=source.told, kind="ours"))
-            rows.append(Row(Cell(f"{source.title}, lam {row['intervention']} {marks([source])}"), cells))
+            rows.append(Row(Cell(f"{source.title}, lam {lam} {marks([source])}"), cells))
+        if some := sum("-layers-" in row["intervention"] for row in source.content["rows"]):
+            notes.append(f"{source.title}: {some} more rows, each with some layers changed, are in {source.name}.")
     if not rows:
         return None
-    return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], name="intervene")
+    return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], notes, name="intervene")
 
 
 POINTS = ("projection", "read", "sigma")  # where keys are caught: the paper's way first

@@ -268,12 +268,14 @@ CORPORA = {
 BAND = "Bands: the 95% interval over seeds where there are three, else over test samples."
 
 
+def by_length(results: Results, suite: str, titles: dict[str, str], axis: str) -> list[Panel]:
+    """A panel for each task of a suite that was run."""
+    lines = {title: curves(results, suite, f"{task}/{{}}", results.systems(suite)) for task, title in titles.items()}
+    return [Panel(title, draw_curves(found, axis)) for title, found in lines.items() if found]
+
+
 def extrapolation(results: Results) -> Figure | None:
-    panels: list[Panel] = []
-    for corpus, title in CORPORA.items():
-        lines = curves(results, "length", f"{corpus}/{{}}", results.systems("length"))
-        if lines:
-            panels.append(Panel(title, draw_curves(lines, "perplexity")))
+    panels = by_length(results, "length", CORPORA, "perplexity")
     if not panels:
         return None
     return Figure(
@@ -295,11 +297,7 @@ NEEDLES = {
 
 
 def needles(results: Results) -> Figure | None:
-    panels: list[Panel] = []
-    for task, title in NEEDLES.items():
-        lines = curves(results, "niah", f"{task}/{{}}", results.systems("niah"))
-        if lines:
-            panels.append(Panel(title, draw_curves(lines, "found, %")))
+    panels = by_length(results, "niah", NEEDLES, "found, %")
     if not panels:
         return None
     systems = legend_of(results.systems("niah"))
@@ -514,6 +512,7 @@ def draw_depth(point: dict) -> Callable[[Any], None]:
             if group == "unique":
                 axes.fill_between(point["layers"], mean - spread, mean + spread, color=colour, alpha=0.15, lw=0)
         axes.set(xlabel="layer", ylabel="gap")
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
     return draw
 
@@ -556,10 +555,11 @@ def gates(found: Collection) -> Figure | None:
 
     def panel(source: Source) -> Panel:
         def draw(axes: Any) -> None:
+            means = {place: [sum(row) / len(row) for row in source.content["lam"][place]] for place in PLACES}
             for place, (colour, line) in PLACES.items():
-                means = [sum(row) / len(row) for row in source.content["lam"][place]]
-                axes.plot(source.content["layers"], means, color=colour, ls=line, marker="o", ms=3)
-            axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, None))
+                axes.plot(source.content["layers"], means[place], color=colour, ls=line, marker="o", ms=3)
+            axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05 * max(map(max, means.values()))))
+            axes.xaxis.get_major_locator().set_params(integer=True)
 
         return Panel(source.title, draw)
 
