@@ -49,9 +49,10 @@ class GatedDeltaNet(KeyValueMixer):
     def writers(self) -> list[nn.Linear]:
         return [self.a_proj, self.b_proj]
 
-    def gates(  # type: ignore[override]
-        self, x: Float[Tensor, "*B D"], a: Float[Tensor, "*B H"], b: Float[Tensor, "*B H"]
+    def gates(
+        self, x: Float[Tensor, "*B D"], *projected: Float[Tensor, "*B H"]
     ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
+        a, b = projected
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not a.numel()
         if not plain and resolve(self.config.backend, a.device, a.dtype, 1) == "triton":
             from ccq.mixers import fused_gates  # imports Triton

@@ -39,7 +39,10 @@ class GatedLinearAttention(KeyValueMixer):
     def writers(self) -> list[nn.Linear]:
         return [self.low_rank[0]]
 
-    def gates(self, x: Float[Tensor, "*B D"], low: Float[Tensor, "*B R"]) -> tuple[Float[Tensor, "*B H F"], None]:  # type: ignore[override]
+    def gates(
+        self, x: Float[Tensor, "*B D"], *projected: Float[Tensor, "*B R"]
+    ) -> tuple[Float[Tensor, "*B H F"], None]:
+        (low,) = projected
         last = self.low_rank[1]
         if fusible(low, [last], self.config.backend):
             from ccq.mixers import fused_gates  # imports Triton

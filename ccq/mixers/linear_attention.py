@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @register("linear_attention")
 class LinearAttention(KeyValueMixer):
-    def gates(self, x: Float[Tensor, "*B D"]) -> tuple[None, None]:  # type: ignore[override]
+    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[None, None]:
         return None, None
 
 
@@ -34,7 +34,7 @@ class LinearAttention(KeyValueMixer):
 class RetNet(KeyValueMixer):
     """RetNet's decays, from 1/32 of the state a token to 2^-(4+H); without its rotation of q and k."""
 
-    def gates(self, x: Float[Tensor, "*B D"]) -> tuple[Float[Tensor, "*B H"], None]:  # type: ignore[override]
+    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[Float[Tensor, "*B H"], None]:
         head = torch.arange(self.heads, device=x.device, dtype=stats_dtype(x.dtype))
         return torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:-1], -1), None
 
@@ -52,5 +52,6 @@ class DeltaNet(KeyValueMixer):
     def writers(self) -> list[nn.Linear]:
         return [self.b_proj]
 
-    def gates(self, x: Float[Tensor, "*B D"], b: Float[Tensor, "*B H"]) -> tuple[None, Float[Tensor, "*B H"]]:  # type: ignore[override]
+    def gates(self, x: Float[Tensor, "*B D"], *projected: Float[Tensor, "*B H"]) -> tuple[None, Float[Tensor, "*B H"]]:
+        (b,) = projected
         return None, high(b).sigmoid()

@@ -161,7 +161,7 @@ def what_was_run(found: Collection) -> list[Any]:
 
 
 def counted(names: Counter) -> str:
-    return ", ".join(name + (f" ({count})" if count > 1 else "") for name, count in names.items())
+    return "; ".join(name + (f" ({count})" if count > 1 else "") for name, count in names.items())
 
 
 def plural(count: int, word: str, words: str = "") -> str:
