@@ -6,6 +6,7 @@ K = 8 directions e_0..e_7; a key and its negative always come together, so that 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,21 @@ def test_the_operators_sigma_is_the_covariance_of_what_it_reads(system, tokenize
                 pytest.approx(row, abs=1e-5) for row in read["top"][top][group]["by_head"]
             ]
     assert operator["spectrum"]["by_layer"] == [pytest.approx(row, abs=1e-5) for row in read["spectrum"]["by_layer"]]
+
+
+@pytest.mark.parametrize("where", ["projection", "read"])
+def test_the_length_of_a_key_changes_nothing(where):
+    """Keys are unit vectors wherever they are caught: the closed form holds for keys of any lengths."""
+    k, mask = keys_with_needle(math.pi / 3)
+    k = k * torch.linspace(0.5, 20, len(k), dtype=torch.float64)[:, None, None]
+    observer = Observer()
+    observer.tokens = tokens_of(mask)
+    if where == "projection":
+        observer.project(SimpleNamespace(layer=0, layout="separate"), k)
+    else:
+        observer.read(Read(0, k, k, None, None))
+    gap = summary(observer.points[where])["top"]["16"]["unique"]["mean"]
+    assert gap == pytest.approx(math.cos(math.pi / 3) ** 2 - SHARE, abs=1e-5)
 
 
 def test_an_uncentred_operator_is_measured_with_its_own_sigma():
