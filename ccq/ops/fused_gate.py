@@ -98,13 +98,13 @@ def add_splits_kernel(
     split = tl.arange(0, BS)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = (split < splits)[:, None] & (cols < width)[None, :]
-    x = tl.load(d_weight + split[:, None] * width + cols[None, :], mask=inside, other=0.0)
-    tl.store(weight_out + cols, tl.sum(x, 0), mask=cols < width)
+    shares = tl.load(d_weight + split[:, None] * width + cols[None, :], mask=inside, other=0.0)
+    tl.store(weight_out + cols, tl.sum(shares, 0), mask=cols < width)
     if tl.program_id(0) == 0:
         heads = tl.arange(0, BH)
-        inside = (split < splits)[:, None] & (heads < H)[None, :]
-        x = tl.load(d_bias + split[:, None] * H + heads[None, :], mask=inside, other=0.0)
-        tl.store(bias_out + heads, tl.sum(x, 0), mask=heads < H)
+        inside_b = (split < splits)[:, None] & (heads < H)[None, :]
+        shares_b = tl.load(d_bias + split[:, None] * H + heads[None, :], mask=inside_b, other=0.0)
+        tl.store(bias_out + heads, tl.sum(shares_b, 0), mask=heads < H)
 
 
 ROWS, COLUMNS = 64, 64  # tokens of a program of the forward, and how much of a query it takes at a time
