@@ -76,11 +76,14 @@ def _clean_query(
     q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
     module = implementation(q, backend)
-    empty = outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
+    asked = lam is None, cu_seqlens, centred, normalize, output_final_state
+    # where a backend runs, only what it does not write is made here: no tensor of all tokens that nobody fills
+    empty = outputs(q, k, *asked) if q.numel() == 0 else outputs(q[:, :0], k[:, :0], *asked)
     check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
     options = {}
+    lam_out = empty[4]
     if lam is None:
-        lam = empty[4]
+        lam = lam_out = q.new_empty(q.shape[:-1], dtype=lam_out.dtype)
         if module is chunk:
             lam.copy_(plain_gate(q, weight, bias))
         else:  # the kernels write it
@@ -99,7 +102,7 @@ def _clean_query(
         k_bar if normalize == "unit" else empty[1],
         k_rnorm if normalize != "none" else empty[2],
         means,
-        empty[4],
+        lam_out,
         final_moment if output_final_state else empty[5],
         final_sum if output_final_state else empty[6],
         final_count(q, count, cu_seqlens) if output_final_state else empty[7],
@@ -116,14 +119,16 @@ def _clean_query_backward(
     g, dk_bar, d_second_moment, d_key_sum,
     q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
 ):  # fmt: skip
-    empty = unfilled_gradients(q, k, lam, weight, second_moment, key_sum)
+    state = weight, second_moment, key_sum
     if q.numel() == 0:
+        empty = unfilled_gradients(q, k, lam, *state)
         if second_moment is not None:
             for out, after in zip(empty[3:5], (d_second_moment, d_key_sum), strict=True):
                 out.zero_() if after is None else out.copy_(after)
         for out in empty[5:]:
             out.zero_()
         return empty
+    empty = unfilled_gradients(*(x[:, :0] for x in (q, k, lam)), *state)  # what no backend writes
     module = implementation(q, backend)
     arguments = (
         g, dk_bar, d_second_moment, d_key_sum,
