@@ -1,0 +1,232 @@
+"""Compile the package's Triton kernels for Hopper, on a machine that needs no GPU:
+
+    python tests/ops/compile_kernels.py
+
+Our host functions run on tensors without data, so that each kernel gets the arguments of a real call; in the place of
+a launch stands what Triton does before one. Prints JSON: the kernels that somebody must launch, and what became of each
+launch. The case at hand goes to stderr before it is compiled: a compiler that dies says only so who killed it.
+
+B sequences, T tokens, H key heads, K key size, V value size, D hidden size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
+
+import ccq
+from ccq.mixers import fused_conv, fused_gates, fused_linear
+from ccq.ops import Cleaning, CovarianceState, fused, fused_decode, fused_gate, fused_step
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def package_kernels() -> set[JITFunction]:
+    """The kernels of the package. A jitted function whose name another one uses is inlined there, and is none."""
+    package = Path(ccq.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        if re.search(r"^\s*(import|from) triton", path.read_text(), re.MULTILINE):
+            module = importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
+            for x in vars(module).values():
+                while isinstance(x, KernelInterface) and not isinstance(x, JITFunction):
+                    x = x.fn  # what an autotuner wraps
+                if isinstance(x, JITFunction) and x.fn.__module__.split(".")[0] == "ccq":
+                    found.add(x)
+    inlined = {id(kernel.fn.__globals__.get(name)) for kernel in found for name in kernel.fn.__code__.co_names}
+    return {kernel for kernel in found if id(kernel) not in inlined}
+
+
+def name(kernel: JITFunction) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+def mock(x):
+    """Triton looks at a tensor's dtype and address, and one without data has no address."""
+    if isinstance(x, tuple):
+        return tuple(map(mock, x))
+    return MockTensor(x.dtype) if isinstance(x, Tensor) else x
+
+
+def message(error: BaseException | None) -> str:
+    """What Triton says; where an inlined function is refused, that is the cause of what its caller says."""
+    return "" if error is None else f"{type(error).__name__}: {error}\n{message(error.__cause__)}"
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def covariance(n: int, heads: int, size: int) -> CovarianceState:
+    return CovarianceState.zeros(n, heads, size, device="cuda")
+
+
+def operator(
+    dtype, size, B=1, T=4096, heads=6, groups=1, gated=True, packed=False, state=False, centred=True, normalize="unit",
+    gives="gradients",
+):  # fmt: skip
+    """Forward and backward as ccq/ops/library.py calls them; `state`: continues from one, and gives one back.
+
+    `gives`: "q_clean" without the backward, or "y", the correction by itself.
+    """
+    q, k = (empty(B, T, h, size, dtype=dtype) for h in (groups * heads, heads))
+    lam = empty(B, T, groups * heads)
+    cu = torch.empty(9, dtype=torch.int64, device="cuda") if packed else None
+    seen = covariance(8 if packed else B, heads, size)
+    C, s, t = (seen.second_moment, seen.key_sum, seen.count) if state else (None, None, None)
+    weight, bias = empty(groups * heads, groups * heads * size), empty(groups * heads)
+    if gives == "y":
+        fused.forward(q, k, lam, C, s, t, cu, centred, normalize, False, True)
+        return
+    _, k_bar, k_rnorm, means, dC, ds = fused.forward(
+        q, k, lam, C, s, t, cu, centred, normalize, state, gate=(weight, bias) if gated else None
+    )
+    if gives == "q_clean":
+        return
+    unit = normalize == "unit"
+    fused.backward(
+        torch.empty_like(q), torch.empty_like(k) if unit else None, dC, ds, q, k_bar if unit else k, k_rnorm, means,
+        lam, C, s, t, cu, centred, normalize, gate_weight=weight if gated else None,
+    )  # fmt: skip
+
+
+def gate(dtype, size, rows, heads=6):
+    """The gate alone: of a query that a feature map stands between."""
+    q, weight = empty(1, rows, heads, size, dtype=dtype), empty(heads, heads * size)
+    lam = fused_gate.forward(q, weight, empty(heads))
+    fused_gate.backward(torch.empty_like(lam), q, weight, lam)
+
+
+def step(dtype, size, groups=1, centred=True, normalize="unit"):
+    q, k = (empty(8, h, size, dtype=dtype) for h in (6 * groups, 6))
+    fused_step.step(q, k, empty(8, 6 * groups), covariance(8, 6, size), centred, normalize)
+
+
+def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="unit", B=8):
+    """The step of a mixer: how it decays and writes, and its heads."""
+    heads, value_heads, V = (1, 64, 64) if mixer == "mamba2" else (6, 6, 512)
+    q = empty(B, heads, size, dtype=dtype)
+    v, recurrent = empty(B, value_heads, V, dtype=dtype), empty(B, value_heads, size, V)
+    g = {"gla": q, "linear_attention": None}.get(mixer, empty(B, value_heads))
+    beta = empty(B, value_heads) if mixer == "gated_deltanet" else None
+    by = {"gate": (empty(heads, heads * size), empty(heads))} if gated else {"lam": empty(B, heads)}
+    cleaning = Cleaning(covariance(B, heads, size), **by, centred=centred, normalize=normalize) if clean else None
+    fused_decode.decode_step(q, torch.empty_like(q), v, recurrent, g, beta, size**-0.5, normalize == "unit", cleaning)
+
+
+def linears(dtype, D, outputs, B=8):
+    """Those of a mixer that see the same x, and the MLP's; the first of `outputs` is its width."""
+    x = empty(B, D, dtype=dtype)
+    weights = [empty(n, D, dtype=dtype) for n in outputs]
+    fused_linear.project(x, weights)
+    fused_linear.swiglu(x, weights[0], torch.empty_like(weights[0]))
+
+
+def convolutions(dtype, channels, bias=False, silu=True, B=8):
+    """Each x is columns of a wider projection, as Mamba2's is."""
+    xs = [torch.empty_strided((B, c), (c + 8, 1), dtype=dtype, device="cuda") for c in channels]
+    weights = [empty(c, 1, 4, dtype=dtype) for c in channels]
+    state = empty(B, sum(channels), 3, dtype=dtype)
+    fused_conv.step(xs, state, weights, empty(*channels, dtype=dtype) if bias else None, silu)
+
+
+def decays(dtype, heads=6, size=256, B=8):
+    a, b = (empty(B, heads, dtype=dtype) for _ in range(2))
+    fused_gates.gates(a, b, empty(heads), empty(heads))
+    x, weight, bias = (empty(*shape, dtype=dtype) for shape in ((B, 16), (heads * size, 16), (heads * size,)))
+    fused_gates.low_rank_decay(x, weight, bias, 16.0)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Every switch of every kernel is on in one case and off in another (on Hopper, that of fused_decode.overlaps is always
+# on); each with each would take minutes.
+CASES: list[tuple[Callable, dict[str, Any]]] = [
+    (operator, {"dtype": BF16, "size": 256, "B": 8}),
+    (operator, {"dtype": BF16, "size": 256, "packed": True, "state": True, "gives": "q_clean"}),
+    (operator, {"dtype": BF16, "size": 64, "heads": 1, "packed": True, "state": True, "normalize": "stats"}),
+    (operator, {"dtype": BF16, "size": 64, "heads": 1, "packed": True, "state": True, "gives": "y"}),
+    (operator, {"dtype": BF16, "size": 64, "B": 64, "groups": 2, "gated": False, "state": True, "centred": False,
+                "normalize": "none"}),
+    (operator, {"dtype": FP16, "size": 64, "gated": False, "centred": False, "gives": "q_clean"}),
+    (operator, {"dtype": FP32, "size": 32, "B": 64}),
+    (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
+    (step, {"dtype": BF16, "size": 256}),
+    (step, {"dtype": BF16, "size": 64, "groups": 2, "normalize": "stats"}),
+    (step, {"dtype": FP16, "size": 64, "centred": False, "normalize": "none"}),
+    (step, {"dtype": FP32, "size": 256}),
+    (decode, {"dtype": BF16, "size": 256, "mixer": "gla"}),
+    (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "B": 1}),
+    (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "clean": False}),
+    (decode, {"dtype": BF16, "size": 64, "mixer": "gla", "clean": False, "normalize": "none"}),
+    (decode, {"dtype": BF16, "size": 64, "mixer": "mamba2", "centred": False}),
+    (decode, {"dtype": FP16, "size": 64, "mixer": "linear_attention", "gated": False, "normalize": "stats"}),
+    (decode, {"dtype": FP32, "size": 256, "mixer": "gla", "normalize": "none"}),
+    (linears, {"dtype": BF16, "D": 2048, "outputs": [1536, 3072, 16]}),
+    (linears, {"dtype": FP16, "D": 300, "outputs": [40, 6, 6], "B": 1}),
+    (linears, {"dtype": FP32, "D": 1024, "outputs": [1536]}),
+    (convolutions, {"dtype": BF16, "channels": [1536, 1536, 3072]}),
+    (convolutions, {"dtype": FP16, "channels": [60], "bias": True, "B": 1}),
+    (convolutions, {"dtype": FP32, "channels": [1536], "silu": False}),
+    (decays, {"dtype": BF16}),
+    (decays, {"dtype": FP16, "heads": 1, "size": 64, "B": 1}),
+    (decays, {"dtype": FP32}),
+]  # fmt: skip
+
+
+def main() -> None:
+    case, launches, compile_and_launch = "", [], JITFunction.run
+
+    def run(self: JITFunction, *args, grid, warmup, **options) -> None:
+        print(f"{name(self)} in {case}", file=sys.stderr, flush=True)
+        launch: dict[str, Any] = {"kernel": name(self), "case": case}
+        launches.append(launch)
+        options = {key: mock(x) for key, x in options.items()}
+        try:
+            kernel = compile_and_launch(self, *map(mock, args), grid=grid, warmup=True, **options)
+            launch["shared"] = kernel.metadata.shared
+        except Exception as error:  # the next ones may have something to say too
+            launch["error"] = message(error)
+
+    driver.set_active(Hopper())
+    with (
+        patch.object(JITFunction, "run", run),
+        # what our host functions ask of the GPU
+        patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)),
+        patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        # it writes with copy_, for which torch without CUDA refuses a GPU even where there is no data
+        patch.object(CovarianceState, "lower_triangle", lambda state: state._second_moment),
+        FakeTensorMode(),  # one for all cases: fused_step keeps a tensor from call to call
+    ):
+        for function, options in CASES:
+            case = f"{function.__name__}({', '.join(f'{key}={x}' for key, x in options.items())})"
+            function(**options)
+    json.dump({"kernels": sorted(map(name, package_kernels())), "launches": launches}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
