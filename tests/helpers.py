@@ -249,6 +249,34 @@ def assert_close(name: str, ref: Tensor, got: Tensor, ratio: float, scale: Tenso
     assert relative <= ratio, message
 
 
+LAYOUTS = {
+    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second element": lambda x: torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0],
+    "backwards in memory": lambda x: x.mT.contiguous().mT,
+    "a slice of a wider tensor": lambda x: torch.cat([x, torch.full_like(x, float("nan"))], 2)[:, :, : x.shape[2]],
+}
+
+
+def laid_out_results(plain: Case, layout: str, backend: str, **options) -> dict:
+    """`results` without the count, of inputs and cotangents that lie in memory as LAYOUTS says."""
+    strided = plain.leaves()
+    inputs = {name: LAYOUTS[layout](x) for name, x in strided.inputs.items()}
+    assert not any(inputs[name].is_contiguous() for name in ("q", "k"))
+    state = strided.initial_state
+    state = type(state)(inputs["initial C"], inputs["initial s"], state.count)
+    q_clean, k_bar, final = ccq.clean_query(
+        inputs["q"], inputs["k"], inputs["lam"], initial_state=state, cu_seqlens=strided.cu_seqlens,
+        output_final_state=True, backend=backend, **options,
+    )  # fmt: skip
+    outputs = {"q_clean": q_clean, "k_bar": k_bar, "C": final.second_moment, "s": final.key_sum}
+    grads = torch.autograd.grad(
+        list(outputs.values()),
+        list(strided.inputs.values()),
+        [LAYOUTS[layout](plain.cotangents[name]) for name in outputs],
+    )
+    return outputs | {f"gradient of {name}": g for name, g in zip(strided.inputs, grads, strict=True)}
+
+
 def assert_same_results(ref: dict, got: dict, scale: dict | None = None) -> None:
     """Compare two `results` on the magnitude of `scale` where it has one.
 

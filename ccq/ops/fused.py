@@ -114,14 +114,17 @@ def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
 
 
 def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The key of the statistics and 1/|k| (k itself and nothing, without `norm`); the sums of BN keys each."""
-    k_bar = torch.empty_like(k) if norm else k
+    """The key of the statistics and 1/|k| (k itself and nothing, without `norm`); the sums of BN keys each.
+
+    Here alone k may be a part of a wider tensor.
+    """
+    k_bar = torch.empty_like(k, memory_format=torch.contiguous_format) if norm else k
     rnorm = k.new_empty(k.shape[:-1] if norm else 0, dtype=torch.float32)
     key_sums = k.new_empty((grid.sums, grid.key_heads, grid.size) if sums else 0, dtype=torch.float32)
     if norm or sums:
         keys_kernel[(grid.sums * grid.key_heads,)](
             k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
-            grid.sequences, grid.length, grid.key_heads, grid.size, grid.per_sums, EPS,
+            grid.sequences, grid.length, grid.key_heads, grid.size, k.stride(1), grid.per_sums, EPS,
             NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
             num_warps=grid.row_warps(1024),
         )  # fmt: skip
@@ -252,9 +255,9 @@ def forward(
 
     With `gate` = (W, b), lam is written, not read.
     """
-    q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
-        q, k, lam, second_moment, key_sum, count, cu_seqlens
-    )
+    q, lam, second_moment, key_sum, count, cu_seqlens = contiguous(q, lam, second_moment, key_sum, count, cu_seqlens)
+    if normalize == "none" or not in_rows(k):
+        k = k.contiguous()
     grid = pick_grid("clean", q, k, count, cu_seqlens)
     if gate is not None:
         fused_gate.forward(q, *gate, lam)
@@ -327,6 +330,12 @@ def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor]
         return None, None
     shape = (grid.sequences, grid.key_heads, grid.size)
     return like.new_empty(*shape, grid.size, dtype=torch.float32), like.new_empty(shape, dtype=torch.float32)
+
+
+def in_rows(k: Tensor) -> bool:
+    """Whether the tokens of all sequences lie equally far apart, each whole: a part of a fused projection, say."""
+    batch, length, _, size = k.shape
+    return k.stride()[2:] == (size, 1) and (batch == 1 or k.stride(0) == length * k.stride(1))
 
 
 def contiguous(*tensors: Tensor | None) -> list:

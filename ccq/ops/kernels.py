@@ -72,12 +72,13 @@ def schedule(pid, tiles, heads, spread, PER: tl.constexpr, LATE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, first, length, H, K, cols, ROWS: tl.constexpr, DT: tl.constexpr):
-    """Rows first, first + 1, ... of one head, columns cols; zero outside. Only the scalar offset needs 64 bits."""
+def load_rows(base, first, length, stride, K, cols, ROWS: tl.constexpr, DT: tl.constexpr):
+    """Rows first, first + 1, ... of one head, `stride` apart, columns cols; zero outside. Only the scalar offset needs
+    64 bits."""
     local = tl.arange(0, ROWS)
     mask = (local < length - first)[:, None] & (cols < K)[None, :]
-    at = local[:, None] * (H * K) + cols[None, :]
-    return tl.load(base + tl.cast(first, tl.int64) * (H * K) + at, mask=mask, other=0.0).to(DT)
+    at = local[:, None] * stride + cols[None, :]
+    return tl.load(base + tl.cast(first, tl.int64) * stride + at, mask=mask, other=0.0).to(DT)
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def lower_block(index):
 
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
-    k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, per_sums, eps,
+    k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, stride, per_sums, eps,
     NORM: tl.constexpr, SUMS: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS)."""
@@ -114,7 +115,7 @@ def keys_kernel(
     rows = rank * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
     base = (begin * H + h) * K
-    x = load_rows(k + base, rank * BN, length, H, K, cols, BN, tl.float32)
+    x = load_rows(k + begin * stride + h * K, rank * BN, length, stride, K, cols, BN, tl.float32)
     if NORM:
         r = tl.rsqrt(tl.sum(x * x, 1) + eps)
         tl.store(rnorm + (begin + rows) * H + h, r, mask=rows < length)
@@ -243,8 +244,8 @@ def states_kernel(
                 tl.store(states + at + block, sigma.to(states.dtype.element_ty), mask=inside)
                 if i != j:
                     tl.store(states + at + mirror, tl.trans(sigma).to(states.dtype.element_ty), mask=mirrored)
-        k_i = load_rows(k, row, length, H, K, col_i, BR, DT)
-        k_j = load_rows(k, row, length, H, K, col_j, BR, DT)
+        k_i = load_rows(k, row, length, H * K, K, col_i, BR, DT)
+        k_j = load_rows(k, row, length, H * K, K, col_j, BR, DT)
         acc = tl.fma(tl.dot(tl.trans(k_i), k_j, input_precision=IP), one, acc)
 
     if TOTALS:
@@ -283,7 +284,7 @@ def read_state(acc, base, state, state_rows, first, length, H, K, BT: tl.constex
     cols = tl.arange(0, BK)
     for b in range(0, state_rows, BS):
         part = b + tl.arange(0, BS)
-        x_part = load_rows(base, first, length, H, K, part, BT, DT)
+        x_part = load_rows(base, first, length, H * K, K, part, BT, DT)
         inside = (part < K)[:, None] & (cols < K)[None, :]
         s_part = tl.load(state + part[:, None] * K + cols[None, :], mask=inside, other=0.0).to(DT)
         acc = tl.dot(x_part, s_part, acc, input_precision=IP)
@@ -346,7 +347,7 @@ def read_keys(acc, x, before, past, t, k_base, chunk_begin, tile_begin, length, 
     m = tl.zeros([BT], tl.float32)
     for step in range((tile_begin + BT - chunk_begin) // BN):
         offset = BT - BN - step * BN  # from the tile's first row to the block's first key; negative in earlier tiles
-        keys = load_rows(k_base, tile_begin + offset, length, H, K, cols, BN, DT)
+        keys = load_rows(k_base, tile_begin + offset, length, H * K, K, cols, BN, DT)
         p = tl.dot(x, tl.trans(keys), input_precision=IP)
         sees = local[:, None] >= offset + tl.arange(0, BN)[None, :]
         if CENTRED:
@@ -387,7 +388,7 @@ def clean_kernel(
 
     if not CORRECTION:
         gate = tl.load(lam + (begin + rows) * HQ + hq, mask=rows < length, other=0.0).to(tl.float32)
-    x = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
+    x = load_rows(q + head, tile_begin, length, HQ * K, K, cols, BT, DT)
     before = tl.zeros([BT], tl.float32)
     off = tl.zeros([BT], tl.float32)
     if CENTRED:
@@ -415,7 +416,7 @@ def clean_kernel(
         y = (acc * unit[:, None]).to(out.dtype.element_ty)
         store_rows(out + head, y, tile_begin, length, HQ, K, cols, BT)
         if ALONG:  # from y as it is stored: in half precision it leaves room for x
-            o_tile = load_rows(other + head, tile_begin, length, HQ, K, cols, BT, DT)
+            o_tile = load_rows(other + head, tile_begin, length, HQ * K, K, cols, BT, DT)
             product = -tl.sum(o_tile.to(tl.float32) * y.to(tl.float32), 1)
             if UNIT_OTHER:
                 product *= tl.rsqrt(tl.sum(o_tile.to(tl.float32) * o_tile.to(tl.float32), 1) + eps)
@@ -423,7 +424,7 @@ def clean_kernel(
             tl.store(along + at, product.to(along.dtype.element_ty), mask=rows < length)
     else:  # the cast halves what is held beside q; it rounds lam y, not q
         change = (acc * (-gate * unit)[:, None]).to(DT)
-        q_tile = load_rows(q + head, tile_begin, length, HQ, K, cols, BT, DT)
+        q_tile = load_rows(q + head, tile_begin, length, HQ * K, K, cols, BT, DT)
         clean = q_tile.to(tl.float32) * scale[:, None] + change.to(tl.float32)
         store_rows(out + head, clean, tile_begin, length, HQ, K, cols, BT)
 
@@ -457,9 +458,9 @@ def finish_kernel(
         seen += tl.load(count + n)
     t = (seen + rows + 1).to(tl.float32)
     gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
-    q_tile = load_rows(q + head, first, length, HQ, K, cols, BN, tl.float32)
-    g_tile = load_rows(g + head, first, length, HQ, K, cols, BN, tl.float32)
-    read = load_rows(weighted + head, first, length, HQ, K, cols, BN, tl.float32)
+    q_tile = load_rows(q + head, first, length, HQ * K, K, cols, BN, tl.float32)
+    g_tile = load_rows(g + head, first, length, HQ * K, K, cols, BN, tl.float32)
+    read = load_rows(weighted + head, first, length, HQ * K, K, cols, BN, tl.float32)
     scale = tl.full([BN], 1.0, tl.float32)
     if UNIT:
         scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
@@ -524,11 +525,11 @@ def adjoint_kernel(
                     tl.store(states + at + mirror, tl.trans(acc).to(states.dtype.element_ty), mask=mirrored)
         head = (begin * HQ + h * G + inner // (S // BR)) * K
         row = c * S + (inner % (S // BR)) * BR
-        q_i = load_rows(q + head, row, length, HQ, K, col_i, BR, DT)
-        w_j = load_rows(weighted + head, row, length, HQ, K, col_j, BR, DT)
+        q_i = load_rows(q + head, row, length, HQ * K, K, col_i, BR, DT)
+        w_j = load_rows(weighted + head, row, length, HQ * K, K, col_j, BR, DT)
         part = tl.dot(tl.trans(q_i), w_j, input_precision=IP)
-        w_i = load_rows(weighted + head, row, length, HQ, K, col_i, BR, DT)
-        q_j = load_rows(q + head, row, length, HQ, K, col_j, BR, DT)
+        w_i = load_rows(weighted + head, row, length, HQ * K, K, col_i, BR, DT)
+        q_j = load_rows(q + head, row, length, HQ * K, K, col_j, BR, DT)
         acc = tl.fma(tl.dot(tl.trans(w_i), q_j, part, input_precision=IP), one, acc)
 
     if TOTALS:
@@ -568,14 +569,14 @@ def dk_kernel(
         acc, k + head, states + (chunk * H + h) * K * K, state_rows, tile_begin, length, H, K, BT, BK, BS, DT, IP
     )
 
-    keys = load_rows(k + head, tile_begin, length, H, K, cols, BT, DT)
+    keys = load_rows(k + head, tile_begin, length, H * K, K, cols, BT, DT)
     steps = (chunk_end - tile_begin + BN - 1) // BN
     for step in range(G * steps):
         hq = h * G + step // steps
         offset = (step % steps) * BN
         late = tile_begin + offset + tl.arange(0, BN)
-        x_q = load_rows(q + (begin * HQ + hq) * K, tile_begin + offset, length, HQ, K, cols, BN, DT)
-        x_w = load_rows(weighted + (begin * HQ + hq) * K, tile_begin + offset, length, HQ, K, cols, BN, DT)
+        x_q = load_rows(q + (begin * HQ + hq) * K, tile_begin + offset, length, HQ * K, K, cols, BN, DT)
+        x_w = load_rows(weighted + (begin * HQ + hq) * K, tile_begin + offset, length, HQ * K, K, cols, BN, DT)
         p_q = tl.dot(keys, tl.trans(x_q), input_precision=IP)
         p_w = tl.dot(keys, tl.trans(x_w), input_precision=IP)
         if CENTRED:
@@ -594,9 +595,9 @@ def dk_kernel(
         elif LAST:
             grad += tl.load(last_sum + (n.to(tl.int64) * H + h) * K + cols, mask=cols < K, other=0.0)[None, :]
     if BAR:
-        grad += load_rows(dk_bar + head, tile_begin, length, H, K, cols, BT, DT).to(tl.float32)
+        grad += load_rows(dk_bar + head, tile_begin, length, H * K, K, cols, BT, DT).to(tl.float32)
     if UNIT:
-        kn = load_rows(k + head, tile_begin, length, H, K, cols, BT, DT)
+        kn = load_rows(k + head, tile_begin, length, H * K, K, cols, BT, DT)
         rows = tile_begin + local
         r = tl.load(k_rnorm + (begin + rows) * H + h, mask=rows < length, other=0.0)
         along = tl.sum(kn.to(tl.float32) * grad, 1)

@@ -128,7 +128,7 @@ def _clean_query_backward(
         for out in empty[5:]:
             out.zero_()
         return empty
-    empty = unfilled_gradients(*(x[:, :0] for x in (q, k, lam)), *state)  # what no backend writes
+    empty = unfilled_gradients(q[:, :0], k[:, :0], lam[:, :0], *state)  # what no backend writes
     module = implementation(q, backend)
     arguments = (
         g, dk_bar, d_second_moment, d_key_sum,

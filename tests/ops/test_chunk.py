@@ -8,12 +8,14 @@ from helpers import (
     BACKENDS,
     DISTRIBUTIONS,
     HALF,
+    LAYOUTS,
     NORMALIZE,
     TOLERANCE,
     assert_close,
     assert_same_results,
     clean_query,
     correction,
+    laid_out_results,
     make_case,
     results,
     truth,
@@ -128,35 +130,12 @@ def test_lam_is_not_rounded_to_the_dtype_of_q(backend, dtype):
     assert_close("q_clean", (1 - lam.double())[..., None] * x.double(), q_clean, TOLERANCE[dtype])
 
 
-LAYOUTS = {
-    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "every second element": lambda x: torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0],
-    "backwards in memory": lambda x: x.mT.contiguous().mT,
-    "a slice of a wider tensor": lambda x: torch.cat([x, torch.full_like(x, float("nan"))], 2)[:, :, : x.shape[2]],
-}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @pytest.mark.parametrize("lengths", [None, [3, 0, 67]], ids=["batch", "packed"])
 def test_layout_in_memory_does_not_matter(layout, normalize, lengths):
     plain = make_case(T=70, K=7, state=True, lengths=lengths, unit=normalize == "none")
-    strided = plain.leaves()
-    inputs = {name: LAYOUTS[layout](x) for name, x in strided.inputs.items()}
-    assert not any(inputs[name].is_contiguous() for name in ("q", "k"))
-    state = strided.initial_state
-    state = type(state)(inputs["initial C"], inputs["initial s"], state.count)
-    q_clean, k_bar, final = clean_query(
-        inputs["q"], inputs["k"], inputs["lam"], initial_state=state, cu_seqlens=strided.cu_seqlens,
-        output_final_state=True, normalize=normalize, backend="chunk",
-    )  # fmt: skip
-    outputs = {"q_clean": q_clean, "k_bar": k_bar, "C": final.second_moment, "s": final.key_sum}
-    grads = torch.autograd.grad(
-        list(outputs.values()),
-        list(strided.inputs.values()),
-        [LAYOUTS[layout](plain.cotangents[name]) for name in outputs],
-    )
-    got = outputs | {f"gradient of {name}": g for name, g in zip(strided.inputs, grads, strict=True)}
+    got = laid_out_results(plain, layout, "chunk", normalize=normalize)
     ref = results(plain, "chunk", normalize=normalize)
     assert_same_results({name: ref[name] for name in got}, got)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import (
     DISTRIBUTIONS,
+    LAYOUTS,
     NORMALIZE,
     TOLERANCE,
     Case,
@@ -20,6 +21,7 @@ from helpers import (
     clean_query_step,
     correction,
     error,
+    laid_out_results,
     make_case,
     results,
     to_gpu,
@@ -57,6 +59,20 @@ def test_interpreted_kernels_match_reference(shape, state):
     mode = MODES[(shape + 2 * state) % len(MODES)]  # every mode with every kind of shape would take minutes
     case = make_case(**SHAPES[shape], state=state, dtype=torch.float32, unit=mode["normalize"] == "none")
     assert_same_results(truth(case, **mode), results(case, "triton", **mode), uncancelled(case, **mode))
+
+
+@interpreted
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("shape", [{"T": 20, "B": 2}, {"lengths": [3, 0, 17]}], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "normalize"),
+    [("a slice of a wider tensor", n) for n in NORMALIZE] + [(layout, "unit") for layout in list(LAYOUTS)[:3]],
+)
+def test_layout_in_memory_changes_no_bit(layout, normalize, shape):
+    plain = make_case(**shape, Hq=4, Hk=2, K=7, state=True, dtype=torch.float32, unit=normalize == "none")
+    ref = results(plain, "triton", normalize=normalize)
+    for name, x in laid_out_results(plain, layout, "triton", normalize=normalize).items():
+        assert torch.equal(x, ref[name]), name
 
 
 @interpreted

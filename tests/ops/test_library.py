@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -326,6 +327,14 @@ def test_only_q_k_bar_and_a_few_numbers_a_token_are_saved(normalize, dtype, cent
     assert case.q.data_ptr() in pointers, "q itself is kept, no copy"
     assert case.lam.data_ptr() in pointers, "lam itself is kept, no copy"
     assert (case.k.data_ptr() in pointers) == (normalize != "unit")
+
+
+def test_a_view_of_more_is_not_saved():
+    """The q, k and v of one convolution would live as long as the part of it that is q."""
+    case = make_case(B=1, T=200, Hq=4, Hk=4, K=16, dtype=torch.float32)
+    q = torch.cat([case.q, case.k, case.k], 2).requires_grad_()[:, :, :4]
+    saved = saved_for_backward(replace(case, q=q))
+    assert max(x.untyped_storage().nbytes() for x in saved) == case.q.nbytes
 
 
 def test_an_initial_state_is_all_that_is_saved_besides():
