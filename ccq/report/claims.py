@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HOLDS, FAILS, FEW, UNTESTABLE = "holds", "does not", "not enough runs", "not testable"
 NOT_RUN = "not run"
+LEAST = {"higher": 1.0, "lower": 0.1}  # gain that counts: a point of accuracy; of perplexity, the only score to fall
 BACKBONES = {"gla": "ccq-gla", "gated-deltanet": "ccq-gated-deltanet"}
 
 
@@ -92,7 +93,7 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
         return Verdict(claim, told, NOT_RUN, FEW, f"takes {label_of(claim['system'])} and {label_of(claim['control'])}")
     place = {size: at for at, size in enumerate(SIZES)}
     chosen = max(fit, key=lambda p: (len(p.differences), -place.get(p.system.size, len(SIZES))))  # then the largest
-    verdict, detail = decide(chosen.differences, better)
+    verdict, detail = decide(chosen.differences, better, LEAST[better])
     return Verdict(claim, told, str(chosen), verdict, detail, chosen.sources)
 
 
@@ -110,7 +111,7 @@ def recalls(claim: dict, recall: Recall) -> Verdict:
         took = f"takes {label_of(claim['system'])} and {label_of(claim['control'])}"
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, took)
     differences, size, steps, one, two = max(pairs, key=lambda p: (len(p[0]), p[2], p[1] == "128"))
-    verdict, detail = decide(differences, "higher")
+    verdict, detail = decide(differences, "higher", LEAST["higher"])
     middle = sum(differences) / len(differences)
     parts = [f"{signed(middle)} points at width {size}, {steps:,} steps"]
     if bounds := seed_interval(differences):
@@ -201,24 +202,28 @@ def sample_difference(control: Source, source: Source, pattern: str) -> tuple[fl
     return None if not found or not found["interval"] else (found["interval"][0], found["interval"][1])
 
 
-def decide(differences: list[float], better: str) -> tuple[str, str]:
-    """On the paired differences of each seed; positive is good after `sign`.
+def decide(differences: list[float], better: str, least: float) -> tuple[str, str]:
+    """On the paired differences of each seed; positive is good after `sign`, and `least` the smallest gain that counts.
 
-    >>> decide([3.0, 3.1, 2.9], "higher")[0], decide([-3.0, -3.1, -2.9], "higher")[0], decide([1.0], "higher")[0]
-    ('holds', 'does not', 'not enough runs')
+    That a few runs do not tell a difference from zero does not say that there is none: only an interval that ends
+    below `least` does.
+
+    >>> decide([3.0, 3.1, 2.9], "higher", 1.0)[0], decide([-3.0, -3.1, -2.9], "higher", 1.0)[0]
+    ('holds', 'does not')
+    >>> decide([0.2, -0.1, 0.1], "higher", 1.0)[0], decide([9.0, -9.0, 1.0], "higher", 1.0)[0]
+    ('does not', 'not enough runs')
     """
     sign = -1.0 if better == "lower" else 1.0
-    good = [sign * x for x in differences]
-    bounds = seed_interval(good)
+    bounds = seed_interval([sign * x for x in differences])
     if bounds is None:
         return FEW, f"an interval over seeds takes {SEEDS} runs of each"
     if bounds[0] > 0:
         return HOLDS, "the interval over seeds leaves out zero"
     if bounds[1] < 0:
         return FAILS, "the other way round: the interval over seeds leaves out zero"
-    if all(x > 0 for x in good):
-        return FEW, "every seed agrees in sign, but the interval over seeds holds zero"
-    return FAILS, "not told from zero, and seeds do not agree in sign"
+    if bounds[1] < least:
+        return FAILS, f"the interval over seeds leaves out a gain of {least:g}"
+    return FEW, f"the interval over seeds holds zero and a gain of {least:g}"
 
 
 def distinct(sources: list[Source]) -> list[Source]:
@@ -326,7 +331,7 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
     parts, verdicts = [], []
     for label, mine in groups.items():
         text, retrieval = ([mean_of(s.content["lam"][place]) for s in mine] for place in ("text", "retrieval"))
-        verdicts.append(decide([r - t for r, t in zip(retrieval, text, strict=True)], "higher"))
+        verdicts.append(decide([r - t for r, t in zip(retrieval, text, strict=True)], "higher", 0.01))
         count = f" ({len(mine)} runs)" if len(mine) > 1 else ""
         name = label if len(mine) > 1 else mine[0].title
         parts.append(f"{name}: {sum(retrieval) / len(mine):.3f} against {sum(text) / len(mine):.3f}{count}")

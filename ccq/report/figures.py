@@ -146,7 +146,12 @@ def save(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "png")) 
 
             lines = [Line2D([], [], color=c, ls=line, marker=marker, ms=4) for _, c, line, marker in figure.legend]
             labels = [entry[0] for entry in figure.legend]
-            canvas.legend(lines, labels, loc="outside lower center", ncols=max(1, round(columns * width / 1.7)))
+            for across in range(len(labels), 0, -1):  # as many beside each other as fit
+                legend = canvas.legend(lines, labels, loc="outside lower center", ncols=across)
+                if legend.get_window_extent().width <= canvas.bbox.width or across == 1:
+                    break
+                legend.remove()
+            canvas.set_figheight(rows * height + 0.16 * (-(-len(labels) // across) - 1))
         paths = [folder / f"{figure.name}.{ending}" for ending in endings]
         for path in paths:
             vector = path.suffix == ".svg"

@@ -195,7 +195,8 @@ def did_it_help(found: Collection, verdicts: list[Verdict], results: Results) ->
         )
     else:
         count = Counter(v.verdict for v in tried)
-        said = [f"{count[HOLDS]} hold", f"{count[FAILS]} do not", f"{count[FEW]} need more runs"]
+        verbs = (HOLDS, "holds", "hold"), (FAILS, "does not", "do not"), (FEW, "needs more runs", "need more runs")
+        said = [f"{count[verdict]} {one if count[verdict] == 1 else many}" for verdict, one, many in verbs]
         left = len(tried) - count[HOLDS] - count[FAILS] - count[FEW]
         if left:
             said.append(f"{left} cannot be tested at this size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ccq.report import paper as papers
-from ccq.report.claims import Verdict
+from ccq.report.claims import LEAST, Verdict
 from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
@@ -207,9 +207,9 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         )
     notes = [
         "Claims about scores are judged on paired differences, seed by seed: **holds** where their 95% interval over "
-        "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it lies on the other, "
-        "or seeds disagree in sign; else **not enough runs**. Claims about cost hold where it is no "
-        "more than the paper's."
+        "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it leaves out any gain "
+        f"that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else **not enough "
+        "runs**. Claims about cost hold where it is no more than the paper's."
     ]
     head = ["claim", "the paper", "here", "verdict"]
     caption = "Each claim, and what the results here say of it"

@@ -55,7 +55,7 @@ def test_no_interval_over_seeds_below_three():
     [
         ((80, 85, 80), (10, 20, 10), claims.HOLDS),
         ((10, 20, 10), (80, 85, 80), claims.FAILS),
-        ((50, 45, 60), (50, 50, 50), claims.FAILS),  # seeds disagree
+        ((50, 45, 60), (50, 50, 50), claims.FEW),  # seeds disagree: it may be 20 more, or 17 less
         ((90, 55, 60), (50, 50, 50), claims.FEW),  # all above, not told from zero
         ((80, 85), (10, 20), claims.FEW),
     ],
