@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.configs import cdiv
+
 BLOCK = 256
 
 
@@ -58,7 +60,7 @@ def step(
     xs = tuple(x if x.stride(1) == 1 else x.contiguous() for x in xs)
     ys = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs)
     sizes = tuple(x.shape[1] for x in xs)
-    grid = (xs[0].shape[0], sum(triton.cdiv(size, BLOCK) for size in sizes))
+    grid = (xs[0].shape[0], sum(cdiv(size, BLOCK) for size in sizes))
     _step[grid](
         xs, state, tuple(weights), bias, ys, tuple(x.stride(0) for x in xs), state.stride(0), SIZES=sizes,
         PAST=weights[0].shape[-1] - 1, HAS_BIAS=bias is not None, SILU=silu, BLOCK=BLOCK,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.configs import cdiv, power_of_2
+
 BLOCK = 256
 
 
@@ -35,7 +37,7 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
     """g and beta in fp32, for a and b [..., H]. Not differentiable."""
     a, b = a.contiguous(), b.contiguous()
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-    _gates[(triton.cdiv(a.numel(), BLOCK),)](a, b, A_log, dt_bias, g, beta, a.numel(), a.shape[-1], BLOCK=BLOCK)
+    _gates[(cdiv(a.numel(), BLOCK),)](a, b, A_log, dt_bias, g, beta, a.numel(), a.shape[-1], BLOCK=BLOCK)
     return g, beta
 
 
@@ -64,8 +66,8 @@ def low_rank_decay(x: Tensor, weight: Tensor, bias: Tensor, normalizer: float) -
     x = x.contiguous()
     g = x.new_empty(x.shape[0], weight.shape[0])
     rank = x.shape[1]
-    _low_rank_decay[(x.shape[0], triton.cdiv(weight.shape[0], BLOCK))](
+    _low_rank_decay[(x.shape[0], cdiv(weight.shape[0], BLOCK))](
         x, weight.contiguous(), bias, g, float(normalizer), weight.shape[0],
-        R=rank, BR=triton.next_power_of_2(rank), BLOCK=BLOCK,
+        R=rank, BR=power_of_2(rank), BLOCK=BLOCK,
     )  # fmt: skip
     return g

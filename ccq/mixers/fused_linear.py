@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.configs import cdiv
+
 ROWS = 16  # the rows of a tensor core's tile, and as many as these kernels take
 
 
@@ -118,7 +120,7 @@ def project(x: Tensor, weights: Sequence[Tensor], tiles: Tiles = PROJECT) -> lis
     x = x.contiguous()
     outputs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
     sizes = tuple(weight.shape[0] for weight in weights)
-    blocks = sum(triton.cdiv(size, tiles.outputs) for size in sizes)
+    blocks = sum(cdiv(size, tiles.outputs) for size in sizes)
     project_kernel[(blocks,)](x, tuple(weights), tuple(outputs), x.shape[0], SIZES=sizes, **options(x, tiles))
     return outputs
 
@@ -127,7 +129,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, tiles: Tiles = SWIGLU) -> Tensor
     """silu(x gate^T) * (x up^T) [M, N] for x [M, K] of up to ROWS rows; gate and up [N, K], dense."""
     x = x.contiguous()
     y = x.new_empty(x.shape[0], gate.shape[0])
-    swiglu_kernel[(triton.cdiv(gate.shape[0], tiles.outputs),)](
+    swiglu_kernel[(cdiv(gate.shape[0], tiles.outputs),)](
         x, gate, up, y, x.shape[0], N=gate.shape[0], **options(x, tiles)
     )
     return y

@@ -21,6 +21,16 @@ TUNED = Path(__file__).with_name("tuned.json")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
+def cdiv(n: int, d: int) -> int:
+    """n / d, rounded up. (Triton's own take microseconds outside of a kernel: as long as a launch.)"""
+    return -(-n // d)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Config:
     """One pass. Reads: BT tokens a tile, S a chunk, BN tokens of the other side and BS rows of the state at a time.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ccq.ops import fused_gate
-from ccq.ops.configs import Config, pick
+from ccq.ops.configs import Config, cdiv, pick, power_of_2
 from ccq.ops.kernels import (
     adjoint_kernel,
     clean_kernel,
@@ -38,15 +37,15 @@ class Grid:
         self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         cuts = (config.BT, config.S, config.BN)
-        self.per_tiles, self.per_chunks, self.per_sums = (triton.cdiv(self.length, cut) for cut in cuts)
+        self.per_tiles, self.per_chunks, self.per_sums = (cdiv(self.length, cut) for cut in cuts)
         if cu_seqlens is None:
-            self.tiles, self.chunks, self.sums = (batch * triton.cdiv(self.length, cut) for cut in cuts)
+            self.tiles, self.chunks, self.sums = (batch * cdiv(self.length, cut) for cut in cuts)
             self.tables: tuple[Tensor | None, ...] = (None, None, None)
         else:  # how many there are is known only on the device, and asking would wait: launch for the most there can be
             self.tiles, self.chunks, self.sums = (self.length // cut + self.sequences for cut in cuts)
             self.tables = tuple(offsets(cu_seqlens, cut) for cut in cuts)
         self.tile_offsets, self.chunk_offsets, self.sum_offsets = self.tables
-        across = triton.cdiv(self.size, config.BLK)
+        across = cdiv(self.size, config.BLK)
         self.blocks = across * (across + 1) // 2
         # where heads and blocks are too few for the chip, a sequence is scanned in segments, their sums first
         programs = self.sequences * self.key_heads * self.blocks
@@ -98,7 +97,7 @@ def processors(device: torch.device) -> int:
 
 def block_size(key_size: int) -> int:
     """BK: the smallest power of two that holds a key and that a product takes."""
-    return max(16, triton.next_power_of_2(key_size))
+    return max(16, power_of_2(key_size))
 
 
 def pick_grid(name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> Grid:
@@ -137,7 +136,7 @@ def run_sums(
 ) -> None:  # fmt: skip
     """In place: the sum of all entries before each one (after it, if `reverse`); that of all of them into `end`."""
     columns = min(grid.block_k, 64)
-    sums_kernel[(grid.sequences * grid.key_heads, triton.cdiv(grid.size, columns))](
+    sums_kernel[(grid.sequences * grid.key_heads, cdiv(grid.size, columns))](
         sums, start, end, table, grid.key_heads, grid.size, per_sequence, groups,
         START=start is not None, END=end is not None, REVERSE=reverse, VARLEN=grid.cu is not None, BB=64, BC=columns,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ccq.ops.configs import cdiv, power_of_2
 from ccq.ops.decode import Cleaning
 from ccq.ops.fused import block_size, processors
 from ccq.ops.kernels import lower_block
@@ -140,13 +141,13 @@ def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor,
     lam = q.new_empty(batch, heads, dtype=torch.float32) if cleaning.lam is None else cleaning.lam.contiguous()
     block_k, width = block_size(size), raw.numel() // batch
     side = min(BLOCK, block_k)
-    blocks = triton.cdiv(size, side)
+    blocks = cdiv(size, side)
     partial = q.new_empty(batch, heads, blocks, size, dtype=torch.float32)
     covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2 + 1)](
         q, k, lam, raw, weight, bias, second_moment, state.key_sum, state.count, partial,
         heads, size, width, EPS,
         UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated, OVERLAP=overlaps(q.device),
-        NB=blocks, NR=triton.next_power_of_2(triton.cdiv(width, block_k)), BB=side, BK=block_k,
+        NB=blocks, NR=power_of_2(cdiv(width, block_k)), BB=side, BK=block_k,
         num_warps=warps(block_k),
     )  # fmt: skip
     return lam, partial
@@ -171,7 +172,7 @@ def decode_step(
     out = torch.empty_like(v)
     block_k, overlap = block_size(size), cleaning is not None and overlaps(q.device)
     block_v = columns(batch * value_heads, value_size, q.device)
-    read_kernel[(batch * value_heads, triton.cdiv(value_size, block_v))](
+    read_kernel[(batch * value_heads, cdiv(value_size, block_v))](
         q, k, v, g, beta, recurrent, out,
         lam, None if state is None else state.key_sum, None if state is None else state.count, partial,
         heads, value_heads // heads, size, value_size, scale, EPS,
@@ -195,4 +196,4 @@ def overlaps(device: torch.device) -> bool:
 
 def columns(heads: int, value_size: int, device: torch.device) -> int:
     """BV: 32 values a program are whole 128-byte lines; half of them where that would leave the chip half empty."""
-    return 16 if heads * triton.cdiv(value_size, 32) < 2 * processors(device) else 32
+    return 16 if heads * cdiv(value_size, 32) < 2 * processors(device) else 32

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.configs import cdiv, power_of_2
+
 
 @triton.jit
 def parts(x, DT: tl.constexpr):
@@ -114,7 +116,7 @@ SPLITS = 64  # of the rows, at most, in the backward
 def options(q: Tensor, heads: int) -> dict:
     half = q.dtype == torch.bfloat16 and q.is_cuda  # Triton's interpreter multiplies bf16 as if it were integers
     return {
-        "BH": max(16, triton.next_power_of_2(heads)),
+        "BH": max(16, power_of_2(heads)),
         "DT": tl.bfloat16 if half else tl.float32,
         "IP": "tf32" if half else "tf32x3",
     }
@@ -127,7 +129,7 @@ def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None) 
     rows = q.numel() // width
     if lam is None:
         lam = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    gate_kernel[(triton.cdiv(rows, ROWS),)](
+    gate_kernel[(cdiv(rows, ROWS),)](
         q, weight.contiguous(), bias.contiguous(), lam, rows, heads, width,
         BM=ROWS, BD=COLUMNS, **options(q, heads), num_stages=3 if q.dtype == torch.bfloat16 else 1,
     )  # fmt: skip
@@ -143,18 +145,18 @@ def backward(
     rows = q.numel() // width
     chosen = options(q, heads)
     columns, stages = (128, 3) if chosen["BH"] == 16 and chosen["DT"] == tl.bfloat16 else (64, 1)  # what fits
-    splits = max(1, min(SPLITS, triton.cdiv(rows, 64)))
-    per_split = triton.cdiv(triton.cdiv(rows, splits), 64) * 64
+    splits = max(1, min(SPLITS, cdiv(rows, 64)))
+    per_split = cdiv(cdiv(rows, splits), 64) * 64
     add = dq is not None
     dq = torch.empty_like(q) if dq is None else dq
     d_weight, d_bias = (weight.new_empty(splits, heads, size) for size in (width, 1))
-    gate_backward_kernel[(triton.cdiv(width, columns), splits)](
+    gate_backward_kernel[(cdiv(width, columns), splits)](
         d_lam.contiguous(), q, weight.contiguous(), lam, dq, d_weight, d_bias, rows, heads, width, per_split,
         ADD=add, BM=32, BD=columns, **chosen, STAGES=stages,
     )  # fmt: skip
     sums = torch.empty_like(weight, memory_format=torch.contiguous_format), weight.new_empty(heads)
-    add_splits_kernel[(triton.cdiv(heads * width, 64),)](
+    add_splits_kernel[(cdiv(heads * width, 64),)](
         d_weight, d_bias, *sums, splits, heads, heads * width,
-        BS=triton.next_power_of_2(splits), BC=64, BH=chosen["BH"],
+        BS=power_of_2(splits), BC=64, BH=chosen["BH"],
     )  # fmt: skip
     return dq, *sums

@@ -6,6 +6,7 @@ one of the backends runs. torch.compile sees an opaque call, so it takes any mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -45,23 +46,34 @@ def implementation(q: Tensor, backend: str) -> ModuleType:
     return chunk
 
 
+Layout = list[tuple[Sequence[int], torch.dtype]]  # shapes and dtypes of results
+
+
+def complete(layout: Layout, like: Tensor, given: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    """The results, unfilled where none is given: made only then, so that no memory is taken twice."""
+    given = [None] * len(layout) if given is None else given
+    return tuple(
+        like.new_empty(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in zip(given, layout, strict=True)
+    )
+
+
 def outputs(
     q: Tensor, k: Tensor, gated: bool, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
-) -> tuple[Tensor, ...]:
-    """Unfilled results of `ccq::clean_query`."""
+) -> Layout:
+    """Of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
     batch, _, heads, size = k.shape
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape if normalize == "unit" else 0),
-        k.new_empty(k.shape[:-1] if normalize != "none" else 0, dtype=high),
-        q.new_empty(q.shape[:-1] if centred else 0, dtype=high),
-        q.new_empty(q.shape[:-1] if gated else 0, dtype=high),
-        k.new_empty((n, heads, size, size) if final else 0, dtype=high),
-        k.new_empty((n, heads, size) if final else 0, dtype=high),
-        k.new_empty(n if final else 0, dtype=torch.int64),
-    )
+    return [
+        (q.shape, q.dtype),
+        (k.shape if normalize == "unit" else (0,), k.dtype),
+        (k.shape[:-1] if normalize != "none" else (0,), high),
+        (q.shape[:-1] if centred else (0,), high),
+        (q.shape[:-1] if gated else (0,), high),
+        ((n, heads, size, size) if final else (0,), high),
+        ((n, heads, size) if final else (0,), high),
+        ((n if final else 0,), torch.int64),
+    ]
 
 
 def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -76,101 +88,95 @@ def _clean_query(
     q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
     module = implementation(q, backend)
-    asked = lam is None, cu_seqlens, centred, normalize, output_final_state
-    # where a backend runs, only what it does not write is made here: no tensor of all tokens that nobody fills
-    empty = outputs(q, k, *asked) if q.numel() == 0 else outputs(q[:, :0], k[:, :0], *asked)
+    layout = outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
     check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
-    options = {}
-    lam_out = empty[4]
-    if lam is None:
-        lam = lam_out = q.new_empty(q.shape[:-1], dtype=lam_out.dtype)
-        if module is chunk:
-            lam.copy_(plain_gate(q, weight, bias))
-        else:  # the kernels write it
-            options["gate"] = weight, bias
     if q.numel() == 0:  # nothing to launch; the state stays what it was
+        empty = complete(layout, q)
         if output_final_state:
             for out, start in zip(empty[5:7], (second_moment, key_sum), strict=True):
                 out.zero_() if start is None else out.copy_(start)
             empty[7].copy_(final_count(q, count, cu_seqlens))
         return empty
-    q_clean, k_bar, k_rnorm, means, final_moment, final_sum = module.forward(
+    options, written = {}, None
+    if lam is None:
+        lam = written = q.new_empty(q.shape[:-1], dtype=stats_dtype(q.dtype))
+        if module is chunk:
+            lam.copy_(plain_gate(q, weight, bias))
+        else:  # the kernels write it
+            options["gate"] = weight, bias
+    q_clean, k_bar, k_rnorm, means, *final = module.forward(
         q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state, **options
     )
-    return (
+    given = (
         q_clean,
-        k_bar if normalize == "unit" else empty[1],
-        k_rnorm if normalize != "none" else empty[2],
+        k_bar if normalize == "unit" else None,
+        k_rnorm if normalize != "none" else None,
         means,
-        lam_out,
-        final_moment if output_final_state else empty[5],
-        final_sum if output_final_state else empty[6],
-        final_count(q, count, cu_seqlens) if output_final_state else empty[7],
+        written,
+        *(final if output_final_state else (None, None)),
+        final_count(q, count, cu_seqlens) if output_final_state else None,
     )
+    return complete(layout, q, given)
 
 
 def _clean_query_fake(
     q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
-    return outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
+    layout = outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
+    return complete(layout, q)
 
 
 def _clean_query_backward(
     g, dk_bar, d_second_moment, d_key_sum,
     q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
 ):  # fmt: skip
-    state = weight, second_moment, key_sum
+    layout = gradients(q, k, lam, weight, second_moment, key_sum)
     if q.numel() == 0:
-        empty = unfilled_gradients(q, k, lam, *state)
+        empty = complete(layout, q)
         if second_moment is not None:
             for out, after in zip(empty[3:5], (d_second_moment, d_key_sum), strict=True):
                 out.zero_() if after is None else out.copy_(after)
         for out in empty[5:]:
             out.zero_()
         return empty
-    empty = unfilled_gradients(q[:, :0], k[:, :0], lam[:, :0], *state)  # what no backend writes
     module = implementation(q, backend)
     arguments = (
         g, dk_bar, d_second_moment, d_key_sum,
         q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
     )  # fmt: skip
+    d_gate: Sequence[Tensor | None] = (None, None)
     if module is chunk:
         dq, dk, dlam, *initial = chunk.backward(*arguments)
-        d_gate = list(empty[5:])
         if weight is not None:
             through_gate, *d_gate = plain_gate_backward(dlam, q, weight, lam)
             dq = dq + through_gate
     else:
-        dq, dk, dlam, *initial = module.backward(*arguments, gate_weight=weight)
-        initial, d_gate = initial[:2], initial[2:]
-    return (
-        dq,
-        dk,
-        dlam,
-        *(empty[3:5] if second_moment is None else initial),
-        *(empty[5:] if weight is None else d_gate),
-    )
+        dq, dk, dlam, *initial, d_weight, d_bias = module.backward(*arguments, gate_weight=weight)
+        d_gate = d_weight, d_bias
+    d_initial = (None, None) if second_moment is None else initial
+    return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))
 
 
-def unfilled_gradients(q, k, lam, weight, second_moment, key_sum) -> tuple[Tensor, ...]:
-    """Results of `ccq::clean_query_backward`."""
+def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
+    """Of `ccq::clean_query_backward`."""
     high = stats_dtype(q.dtype)
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        lam.new_empty(lam.shape),
-        q.new_empty(0 if second_moment is None else second_moment.shape, dtype=high),
-        q.new_empty(0 if key_sum is None else key_sum.shape, dtype=high),
-        q.new_empty(0 if weight is None else weight.shape, dtype=high),
-        q.new_empty(0 if weight is None else weight.shape[0], dtype=high),
-    )
+    return [
+        (q.shape, q.dtype),
+        (k.shape, k.dtype),
+        (lam.shape, lam.dtype),
+        ((0,) if second_moment is None else second_moment.shape, high),
+        ((0,) if key_sum is None else key_sum.shape, high),
+        ((0,) if weight is None else weight.shape, high),
+        ((0,) if weight is None else weight.shape[:1], high),
+    ]
 
 
 def _clean_query_backward_fake(
     g, dk_bar, d_second_moment, d_key_sum,
     q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
 ):  # fmt: skip
-    return unfilled_gradients(q, k, lam, weight, second_moment, key_sum)
+    layout = gradients(q, k, lam, weight, second_moment, key_sum)
+    return complete(layout, q)
 
 
 def _setup_context(ctx, inputs, output):
