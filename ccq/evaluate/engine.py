@@ -51,7 +51,7 @@ class Engine:
     Args:
         model: a causal LM in eval mode, on its device.
         batch_size: sequences a batch; None takes as many as fit `batch_tokens`.
-        batch_tokens: padded tokens a batch; None is 32,768 on a GPU and 4,096 elsewhere.
+        batch_tokens: padded tokens that are run at once; None is 32,768 on a GPU and 4,096 elsewhere.
         prefill: for requests with one context and several continuations: "shared" runs the context once, "plain" each
             request whole, "auto" times both on the first batches and takes the faster.
         chunk: tokens a piece in which a window is run where the model's cache does not grow with its length.
@@ -98,11 +98,16 @@ class Engine:
             for batch in self.batches(groups[how], extra=how[1], times=GENERATED):
                 yield from self._timed(self._generate, asked, batch)
 
-    def batches(self, requests: Sequence[Request], extra: int = 0, times: int = 1) -> Iterator[list[Request]]:
-        """Longest first, so many as `batch_size` or so many times `batch_tokens` allows."""
+    def batches(
+        self, requests: Sequence[Request], extra: int = 0, times: int = 1, chunk: int | None = None
+    ) -> Iterator[list[Request]]:
+        """Longest first, so many as `batch_size` or so many times `batch_tokens` allows; `chunk` where requests are run
+        in pieces of so many tokens: of a long one no more than a piece counts."""
         ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
         while ordered:
-            size = self.batch_size or max(1, times * (self.batch_tokens or 1) // max(1, ordered[0].length + extra))
+            longest = ordered[0].length + extra
+            longest = longest if chunk is None else min(longest, chunk)
+            size = self.batch_size or max(1, times * (self.batch_tokens or 1) // max(1, longest))
             size = self.even(min(size, len(ordered)))
             yield ordered[:size]
             ordered = ordered[size:]
@@ -143,7 +148,7 @@ class Engine:
                 yield from self._timed(self._score_shared, asked, contexts)
             else:
                 plain += [request for group in contexts for request in group]
-        for batch in self.batches(plain):
+        for batch in self.batches(plain, chunk=self.chunk if self.recurrent else None):
             yield from self._timed(self._score, asked, batch)
 
     def _split(self, asked: RequestSet, requests: Sequence[Request]) -> tuple[list[Request], list[list[Request]]]:

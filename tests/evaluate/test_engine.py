@@ -181,6 +181,25 @@ def test_a_recurrent_model_reads_long_windows_in_pieces(length):
         assert got[name]["greedy"] == expected[name][1]
 
 
+def test_long_windows_that_go_in_pieces_share_a_batch(llama, monkeypatch):
+    """What bounds a batch is what is run at once: a piece of each window where the cache does not grow."""
+    builder = Builder()
+    for number, size in enumerate((300, 300, 300, 200, 20)):
+        builder.add(str(number), "score", np.random.default_rng(number).integers(0, 400, size))
+    asked = builder.done("x", {})
+    states, called = Engine.states, []
+    monkeypatch.setattr(
+        Engine, "states", lambda self, ids, *a, **b: called.append(ids.shape) or states(self, ids, *a, **b)
+    )
+    for model, rows in ((LeakyLM(), [4, 4, 4, 4, 4, 1]), (llama, [1, 1, 1, 1, 1])):
+        called.clear()
+        got = answers(Engine(model, batch_tokens=256, chunk=64), asked)
+        assert [shape[0] for shape in called] == rows
+        assert rows[0] == 1 or max(shape.numel() for shape in called) == 256
+        for name, (expected, _) in truth(model, asked).items():
+            assert -sum(got[name]["nll"]) == pytest.approx(expected, abs=2e-3)
+
+
 def test_a_cache_that_does_not_carry_on_is_not_trusted(model):
     assert not Engine(LeakyLM(forgets=True)).continues
     engine = Engine(model)
