@@ -14,6 +14,11 @@ from ccq.demo import regimes as demo
 ROOT = Path(__file__).parent.parent
 ALL_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PAGES = [page for page in ALL_PAGES if "\n```python\n" in page.read_text()]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "ccq").rglob("*.py"))
+    if re.search(r"^\s*>>> ", path.read_text(), re.MULTILINE)
+]
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
@@ -32,18 +37,7 @@ def test_code_on_the_page_runs(page, capsys):
         exec(compile("\n" * line + source, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ccq.bench.live",
-        "ccq.ops",
-        "ccq.ops.decode",
-        "ccq.ops.dispatch",
-        "ccq.ops.gating",
-        "ccq.ops.state",
-        "ccq.ops.step",
-    ],
-)
+@pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, "ccq": ccq})

@@ -26,7 +26,7 @@ from ccq.train.checkpoint import Checkpoints, folder_of, newest
 from ccq.train.config import Config
 from ccq.train.data import accumulation, train_source, valid_source
 from ccq.train.log import Log
-from ccq.train.monitor import Gates, call, sample, tokenizer_of, validate
+from ccq.train.monitor import Gates, call, sample, summary, tokenizer_of, validate
 from ccq.train.optimizer import decaying, learning_rate, make_optimizer, pure_decay, scale_, squared_norms
 from ccq.train.parallelize import make_model, parallelize
 from ccq.train.world import World, join
@@ -241,8 +241,7 @@ class Run:
         if self.valid is not None and (last or number % system.validate_every == 0):
             found = validate(trainer.model, config, self.world, self.valid)
             self.log.record(number, **found)
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if "x" not in name)
-            self.log.say(f"step {number}: {shown}")
+            self.log.say(f"step {number}: {summary(found)}")
         if self.tokenizer is not None and (last or number % system.sample_every == 0):
             text = sample(trainer.model, config, self.world, self.tokenizer, number)
             self.log.record(number, sample=text)

@@ -57,6 +57,15 @@ def validate(model: Any, config: Config, world: World, source: TokenWindows | MQ
     return {"valid_loss": mean, "valid_perplexity": math.exp(min(mean, 700.0))}
 
 
+def summary(found: dict[str, float]) -> str:
+    """What is worth a line of what `validate` found: all but the slices of recall.
+
+    >>> summary({"valid_loss": 1.0, "valid_perplexity": 2.71828, "valid_accuracy_64x4": 0.5})
+    'valid_loss 1.0000, valid_perplexity 2.7183'
+    """
+    return ", ".join(f"{name} {value:.4f}" for name, value in found.items() if not name[-1].isdigit())
+
+
 def validate_recall(model: Any, config: Config, world: World, source: MQAR) -> dict[str, float]:
     sums = torch.zeros(len(source.slices), 3, dtype=torch.float64, device=world.device)  # loss, right, asked
     with looking(model):
