@@ -60,7 +60,8 @@ def facts(name: str, options: argparse.Namespace, index: dict) -> dict:
         raise SystemExit(f"{run} is at step {last['step']} of {config.steps}: it is not finished")
     origin = json.loads((run / "provenance.json").read_text())[-1]
     batch_tokens = config.data.batch * config.data.length
-    size = info(model_config(config.model), config.data.length)
+    model = model_config(config.model)
+    size = info(model, config.data.length)
     scores = {}
     for suite in ("niah", "length"):
         result = json.loads((options.scored / name / f"{suite}.json").read_text())
@@ -80,6 +81,7 @@ def facts(name: str, options: argparse.Namespace, index: dict) -> dict:
         "window": config.data.length,
         "batch_tokens": batch_tokens,
         "parameters": {"body": size.body, "embedding": size.embedding},
+        "conv_size": model.conv_size,
         **{key: last.get(key) for key in ("loss", "valid_loss", "valid_perplexity", "lam", "lam_of_decay_alone")},
         "data": {key: index[key] for key in ("tokens", "documents", "needle_tokens", "needle_documents", "settings")},
         "evaluation": scores,
@@ -98,7 +100,8 @@ def card(name: str, told: dict[str, dict]) -> str:
         )
     return CARD.read_text(encoding="utf-8").format(
         **own,
-        what=WHAT[name],
+        what=WHAT[name]
+        + (f"; q, k and v pass a convolution over {own['conv_size']} tokens" if own["conv_size"] else ""),
         body=own["parameters"]["body"] / 1e6,
         embedding=own["parameters"]["embedding"] / 1e6,
         needle_documents=data["needle_documents"],
