@@ -187,8 +187,8 @@ def check_length(model, asked: RequestSet, recurrent: bool) -> None:
     limit = position_limit(config)
     if limit is not None and longest > limit:
         raise EvaluationError(
-            f"{asked.suite}: the longest request has {longest} tokens, and {type(model).__name__} has learned "
-            f"positions for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
+            f"the longest request has {longest} tokens, and {type(model).__name__} has learned positions "
+            f"for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
         )
     context = getattr(config, "max_position_embeddings", None)
     if isinstance(context, int) and longest > context and not recurrent:

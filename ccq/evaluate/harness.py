@@ -189,12 +189,14 @@ def given(documents: dict, **_) -> dict:
 def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> dict:
     """The harness's `simple_evaluate`, quietly."""
     import datasets
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator, simple_evaluate
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
+    # it asks git about the folder that one happens to be in, and git complains aloud where that is no repository
+    asks_git, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
     try:
         return simple_evaluate(
             model=lm,
@@ -211,6 +213,7 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
             "Without a network, give the data with --data DIR"
         ) from error
     finally:
+        evaluator.get_git_commit_hash = asks_git
         if not bars:
             datasets.enable_progress_bars()
 

@@ -143,13 +143,21 @@ def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[
 
 
 def truncated(prompt: str, tokenizer, room: int) -> list[int]:
-    """Tokens of the prompt; one longer than `room` loses its middle: halves are decoded and encoded again."""
-    tokens = tokenizer(prompt, verbose=False).input_ids
-    if len(tokens) <= room:
-        return tokens
-    half = room // 2
-    ends = [tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:half], tokens[-half:])]
-    return tokenizer("".join(ends), verbose=False).input_ids
+    """Tokens of the prompt; one longer than `room` loses its middle: halves are decoded and encoded again.
+
+    Encoded again they may be some tokens more, and the original leaves it at that. Models with learned positions cannot
+    take them: so as many are cut off besides.
+    """
+    tokens = cut = tokenizer(prompt, verbose=False).input_ids
+    kept = room
+    while len(cut) > room:
+        half = kept // 2
+        ends = (tokens[:half], tokens[len(tokens) - half :])
+        cut = tokenizer(
+            "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends), verbose=False
+        ).input_ids
+        kept -= max(2, len(cut) - room)
+    return cut
 
 
 def load(tasks: Sequence[str], data: Path | None) -> dict[str, list[dict]]:

@@ -66,6 +66,15 @@ def test_a_long_prompt_loses_its_middle(tokenizer, room):
     assert longbench.truncated("short", tokenizer, room) == tokenizer("short").input_ids
 
 
+@pytest.mark.parametrize("room", range(20, 50))
+def test_a_character_cut_in_two_does_not_make_the_prompt_too_long(tokenizer, room):
+    """Half a character is decoded as one of three bytes that says so."""
+    text = "\u6771" * 100  # three bytes, a token each
+    assert len(tokenizer(text).input_ids) == 300
+    cut = longbench.truncated(text, tokenizer, room)
+    assert room - 8 <= len(cut) <= room
+
+
 def test_requests_follow_the_original(tokenizer, data, tmp_path):
     options = Options(out=tmp_path, data=data, max_lengths=(1024, 600))
     asked = longbench.build(options, tokenizer)
