@@ -9,16 +9,16 @@ from __future__ import annotations
 import codecs
 import fnmatch
 import gzip
-import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ccq.data import DataError
+from ccq.data import DataError, zst
 from ccq.ops.dispatch import nearest
 
 TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson", ".json"), (".parquet",)
@@ -236,13 +236,13 @@ def cut_before(text: str) -> int:
 def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """The file itself, to tell how far it was read, and its content, unpacked."""
     with open(path, "rb") as raw:
-        if path.suffix == ".zst":
-            import zstandard
-
-            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as unpacked:
-                yield raw, io.BufferedReader(unpacked, 2**16)
-        elif path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield raw, unpacked
-        else:
-            yield raw, raw
+        try:
+            if path.suffix == ".zst":
+                yield raw, zst.unpacked(raw)
+            elif path.suffix == ".gz":
+                with gzip.GzipFile(fileobj=raw) as unpacked:
+                    yield raw, unpacked
+            else:
+                yield raw, raw
+        except (zst.DamagedError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # while it was being read
+            raise DataError(f"{path} is damaged: {error}") from None

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ccq.data import zst
 from ccq.evaluate.errors import EvaluationError
 
 ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
@@ -31,9 +32,7 @@ def exists(folder: Path, name: str) -> bool:
 def open_text(path: Path) -> io.TextIOBase:
     if path.suffix != ".zst":
         return path.open(encoding="utf-8")
-    import zstandard
-
-    return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8")
+    return io.TextIOWrapper(zst.unpacked(path.open("rb")), encoding="utf-8")
 
 
 def rows(path: Path, fields: Sequence[str]) -> list[dict]:

@@ -53,6 +53,18 @@ def write(folder, kind, texts=TEXTS):
     return folder
 
 
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".txt.zst"])
+@pytest.mark.parametrize("left", [0.1, 0.4, 0.9, -1])
+def test_a_packed_file_that_was_cut_off_is_named(tmp_path, kind, left):
+    """Not taken for a shorter one. (At the border of two frames nothing could tell.)"""
+    folder = write(tmp_path, kind, ["a line\n" * 100_000])
+    [file] = folder.iterdir()
+    packed = file.read_bytes()
+    file.write_bytes(packed[: left if left < 0 else int(left * len(packed))])
+    with pytest.raises(DataError, match=f"{file.name} is damaged: "):
+        documents(Inputs((folder,)).pieces())
+
+
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.gz", ".txt.zst", ".parquet"])
 def test_all_formats_give_the_same_documents(tmp_path, kind):
     folder = write(tmp_path / "data", kind)

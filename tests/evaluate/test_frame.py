@@ -250,12 +250,17 @@ def test_a_damaged_compressed_file_is_named(tmp_path):
 
     from ccq.evaluate import sources
 
+    file = tmp_path / "x.jsonl.zst"
     whole = zstandard.compress(b'{"text": "a"}\n' * 1000)
-    (tmp_path / "x.jsonl.zst").write_bytes(whole)
-    assert len(sources.rows(tmp_path / "x.jsonl.zst", ["text"])) == 1000
-    (tmp_path / "x.jsonl.zst").write_bytes(b"garbage" + whole)
+    file.write_bytes(whole + whole)  # in two frames, as parallel compressors write it
+    assert len(sources.rows(file, ["text"])) == 2000
+    for left in range(1, len(whole)):  # none of them is taken for a file of fewer rows
+        file.write_bytes(whole + whole[:left])
+        with pytest.raises(EvaluationError, match=r"x.jsonl.zst is damaged after line \d+ .*cut off.*fields text"):
+            sources.rows(file, ["text"])
+    file.write_bytes(b"garbage" + whole)
     with pytest.raises(EvaluationError, match=r"x.jsonl.zst is damaged after line 0 .*fields text"):
-        sources.rows(tmp_path / "x.jsonl.zst", ["text"])
+        sources.rows(file, ["text"])
 
 
 def test_a_model_without_tokenizer(folder, data, tmp_path, capsys):
