@@ -1,14 +1,17 @@
 """Make what ships of trained models: python runs/ship_pico.py --models DIR --runs DIR --data DIR --scored DIR
 
 Of each NAME (gla-pico, gla-unit-pico, ccq-gla-pico): --models has NAME/ as `ccq export RUN OUT --dtype bf16` wrote it,
---runs its run (RECIPE/: log, config, origin), --scored NAME/ as `ccq eval MODEL --suite niah,length --out OUT` left it;
---data has the shards of runs/prepare_pico.sh. Writes into ccq/shipped (or --out): the model, its tokenizer, a card
-(README.md, of runs/pico_card.md), results.json with all that the card says, and the manifest with checksums.
+--runs NAME/ its run (log, config, origin), --scored NAME/ as `ccq eval MODEL --suite niah,length --out OUT` left it;
+--data has the shards of runs/prepare_pico.sh. --plain-runs and --plain-scored have the same of three models without a
+convolution: they do not ship, but what came of them is told. Writes into ccq/shipped (or --out): the model, its
+tokenizer, a card (README.md, of runs/pico_card.md), results.json with all that the card says, and the manifest with
+checksums.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,12 +23,12 @@ from ccq.model.info import info
 from ccq.train import config as configs
 from ccq.train.config import model_config
 
-RECIPES = {"gla-pico": "gla", "gla-unit-pico": "gla_unit", "ccq-gla-pico": "ccq_gla"}
 WHAT = {
     "gla-pico": "Gated linear attention, the backbone",
     "gla-unit-pico": "Gated linear attention with queries and keys of unit length, the control of ccq-gla-pico",
     "ccq-gla-pico": "Gated linear attention whose queries are cleaned with the running covariance of the keys (CCQ)",
 }
+SAME = ("steps", "seed", "tokens", "learning_rate", "window", "batch_tokens", "data")  # where models are trained alike
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 CARD = Path(__file__).with_name("pico_card.md")
 
@@ -34,10 +37,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("models", "runs", "data", "scored"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("plain-runs", "plain-scored"):
+        parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--out", type=Path, default=shipped.HERE)
     options = parser.parse_args()
     index = read_index(options.data / "train")
-    told = {name: facts(name, options, index) for name in RECIPES}
+    told = {name: facts(name, options.runs / name, options.scored / name, index) for name in WHAT}
+    if options.plain_runs and options.plain_scored:
+        for name, fact in told.items():
+            plain = facts(name, options.plain_runs / name, options.plain_scored / name, index)
+            if plain["conv_size"] or any(plain[key] != fact[key] for key in SAME):
+                raise SystemExit(f"{options.plain_runs / name} is not {name} without a convolution, trained alike")
+            kept = ("command", "commit", "date", "parameters", "lam", "valid_perplexity", "evaluation")
+            fact["without_convolution"] = {key: plain[key] for key in kept}
     for name, fact in told.items():
         folder = options.out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,9 +62,8 @@ def main() -> None:
     print(f"Wrote {', '.join(str(options.out / name) for name in told)}: {total / 1e6:.1f} MB together")
 
 
-def facts(name: str, options: argparse.Namespace, index: dict) -> dict:
+def facts(name: str, run: Path, scored: Path, index: dict) -> dict:
     """What is known of a model: how it was trained, on what, and what came out."""
-    run = options.runs / RECIPES[name]
     config = configs.read(run / "config.json")
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     last = {key: value for row in rows for key, value in row.items()}  # the newest of each
@@ -64,7 +75,7 @@ def facts(name: str, options: argparse.Namespace, index: dict) -> dict:
     size = info(model, config.data.length)
     scores = {}
     for suite in ("niah", "length"):
-        result = json.loads((options.scored / name / f"{suite}.json").read_text())
+        result = json.loads((scored / f"{suite}.json").read_text())
         for score in result["scores"].values():
             score.pop("by_depth", None)
             score.pop("loss_by_position", None)
@@ -114,16 +125,67 @@ def card(name: str, told: dict[str, dict]) -> str:
         gate=gate,
         perplexities=", ".join(f"{n} {fact['valid_perplexity']:.2f}" for n, fact in told.items()),
         samples=next(iter(own["evaluation"]["niah"]["scores"].values()))["n"],
+        needles=found(told),
+        plain=plain(told),
+        lowest=lowest(told),
         niah=table(told, "niah", lambda s: f"{s['value']:.0f} [{s['interval'][0]:.0f}, {s['interval'][1]:.0f}]"),
         length=table(told, "length", lambda s: f"{s['value']:.2f}"),
     )
 
 
+def values(fact: dict, suite: str) -> dict[str, dict]:
+    """Scores by task and length; those of the same tokens at every length are beside them in results.json."""
+    return {group: score for group, score in fact["evaluation"][suite]["scores"].items() if "/same/" not in group}
+
+
+def found(told: dict[str, dict]) -> str:
+    """Which of them retrieve at all, and what one may think of that."""
+    best = {name: max(score["value"] for score in values(fact, "niah").values()) for name, fact in told.items()}
+    none = [name for name, value in best.items() if value < 5]
+    able = [name for name in told if name not in none]
+    said = []
+    if none:
+        said.append(
+            f"**{' and '.join(none)} did not learn to retrieve**, trained as the others were. With one run of each it "
+            "may be chance which of them do: this is no finding about the norm or about cleaning."
+        )
+    for one, other in itertools.combinations(able, 2):
+        a, b = (values(told[name], "niah") for name in (one, other))
+        apart = [x for x in a if a[x]["interval"][1] < b[x]["interval"][0] or b[x]["interval"][1] < a[x]["interval"][0]]
+        said.append(
+            f"Between {one} and {other} the intervals are apart in {len(apart) or 'none'} of {len(a)} rows"
+            + (f": {', '.join(apart)}." if apart else ": the one retrieves as well as the other.")
+        )
+    return " ".join(said)
+
+
+def lowest(told: dict[str, dict]) -> str:
+    """Who has the lowest perplexity how often."""
+    scores = {name: values(fact, "length") for name, fact in told.items()}
+    groups = list(next(iter(scores.values())))
+    first = [min(told, key=lambda name: scores[name][group]["value"]) for group in groups]
+    counts = ", ".join(f"{name} {first.count(name)}" for name in told)
+    return f"Of {len(groups)} rows the lowest is of: {counts}."
+
+
+def plain(told: dict[str, dict]) -> str:
+    """What came of the same models without a convolution."""
+    if not all("without_convolution" in fact for fact in told.values()):
+        return ""
+    other = [fact["without_convolution"] for fact in told.values()]
+    best = ", ".join(f"{max(score['value'] for score in values(fact, 'niah').values()):.0f}" for fact in other)
+    perplexities = ", ".join(f"{fact['valid_perplexity']:.2f}" for fact in other)
+    return (
+        "\nThe paper's GLA has no convolution. The same three without it, trained beside these and alike in all else, "
+        f"found {best} per cent of the needles in their best rows, with perplexities of {perplexities} on held-out "
+        "text. They do not ship; `results.json` has their scores.\n"
+    )
+
+
 def table(told: dict[str, dict], suite: str, shown: Callable[[dict], str]) -> str:
-    scores = {name: fact["evaluation"][suite]["scores"] for name, fact in told.items()}
-    groups = [group for group in next(iter(scores.values())) if "/same/" not in group]
+    scores = {name: values(fact, suite) for name, fact in told.items()}
     lines = [f"| | {' | '.join(told)} |", "|---" * (len(told) + 1) + "|"]
-    for group in groups:
+    for group in next(iter(scores.values())):
         task, _, length = group.partition("/")
         lines.append(f"| {task}, {int(length):,} | {' | '.join(shown(scores[name][group]) for name in told)} |")
     return "\n".join(lines)

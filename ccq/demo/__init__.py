@@ -45,7 +45,7 @@ class Settings:
     systems: tuple[str, ...] = tuple(SYSTEMS)
     steps: int = 500  # of training
     recall: tuple[tuple[int, int, int], ...] = ((32, 4, 256), (32, 8, 256))  # test slices: tokens, pairs, samples
-    needle_lengths: tuple[int, ...] = (512, 1024)
+    needle_lengths: tuple[int, ...] = (512, 1024, 2048)
     needle_samples: int = 16
     answer_tokens: int = 24  # a number has seven digits
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
@@ -142,7 +142,7 @@ def plan(settings: Settings) -> list[Step]:
             Step(
                 name,
                 f"{name}, trained on text: needles, and perplexity by length",
-                20,
+                30,
                 lambda again, name=name: try_model(settings, name, device, again),  # type: ignore[misc]
                 decides,
                 ("niah.json", "length.json"),
@@ -385,7 +385,35 @@ def write_report(settings: Settings, steps: list[Step]) -> Path:
     from ccq import report
 
     made = [settings.out / step.folder for step in steps if step.folder != "regimes"]
-    return report.write(made, settings.out / "report")[0]
+    return report.write(made, settings.out / "report", notes(settings, steps))[0]
+
+
+def notes(settings: Settings, steps: list[Step]) -> list[str]:
+    """What to know of the models before their numbers are compared."""
+    from ccq import shipped
+
+    ship = [step.folder for step in steps if step.folder in TRIO]
+    said = []
+    if any(step.folder.endswith("_tiny") for step in steps):
+        said.append("The models trained here have one layer and a convolution over 4 tokens; the paper's GLA has none.")
+    for name in ship[:1]:  # they are trained alike
+        with contextlib.suppress(FileNotFoundError):
+            told = json.loads((shipped.root() / name / "results.json").read_text(encoding="utf-8"))
+            share = told["data"]["needle_tokens"] / told["data"]["tokens"]
+            said.append(
+                f"The models that ship were trained on windows of {told['window']:,} tokens of text, {share:.0%} of it "
+                "documents with needles: they know the task."
+                + (f" They have a convolution over {told['conv_size']} tokens too." if told["conv_size"] else "")
+            )
+    scores = {name: json.loads((settings.out / name / "niah.json").read_text())["scores"].values() for name in ship}
+    none = [name for name in ship if not any(score["value"] for score in scores[name])]
+    if none and len(none) < len(ship):
+        said.append(
+            f"{' and '.join(none)} found no needle at all: {'it' if len(none) == 1 else 'they'} did not learn to "
+            "retrieve in one run of training, with the same data and steps as the others, which may be chance. That is "
+            "no finding about the norm or about cleaning."
+        )
+    return said
 
 
 def show(settings: Settings, steps: list[Step], console: Any) -> None:
@@ -400,7 +428,7 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         made.add_column("")
         for heading in headings:
-            made.add_column(heading, justify="right")
+            made.add_column(heading, justify="right", no_wrap=True)
         for label, cells in rows.items():
             made.add_row(label, *cells)
         console.print(made)
@@ -416,8 +444,9 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     if ship:
         needles = [f"{task}/{n}" for task in ("niah_single_1", "niah_book") for n in settings.needle_lengths]
         rows = {TRIO[name]: [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
-        heads = [f"{what}, {n}" for what in ("noise", "book") for n in settings.needle_lengths]
-        table(f"Needles found by the models that ship, %, {settings.needle_samples} samples each", rows, heads)
+        heads = [f"{what}\n{n:,}" for what in ("noise", "book") for n in settings.needle_lengths]
+        title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
+        table(title, rows, heads)
         points = [n for n in settings.lengths if f"book/{n}" in scores(ship[0], "length.json")]
         rows = {
             TRIO[name]: [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points] for name in ship
@@ -429,12 +458,16 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
               [f"{n:,}" for n in points])  # fmt: skip
     if any(step.folder == "alignment" for step in steps):
         path = settings.out / "alignment" / "alignment_ccq_gla_pico.json"
-        gap = json.loads(path.read_text())["points"]["projection"]["top"]["16"]["unique"]
-        if gap["mean"] is not None:
+        gaps = json.loads(path.read_text())["points"]["projection"]["top"]["16"]
+        gap, control = gaps["unique"], gaps["planted"]["mean"]
+        if gap["mean"] is not None and control is not None:
             console.print(
                 f"Alignment of needle keys with the top 16 directions, less that of the filler: {gap['mean']:+.3f}; "
-                f"below 0, as CCQ assumes, in {gap['negative_layers']} of {len(gap['by_layer'])} layers."
+                f"below 0, as CCQ assumes, in {gap['negative_layers']} of {len(gap['by_layer'])} layers. Of planted "
+                f"things that nobody asks for: {control:+.3f}."
             )
+    for note in notes(settings, steps):
+        console.print(note, markup=False)
     console.print(
         f"One seed ({settings.seed}), minutes of training, few samples: this shows that all of it works and where to "
         "look, not which is better: another --seed ranks the models of the first table anew. Runs with several seeds "

@@ -9,13 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def write(paths: Sequence[Path], out: Path) -> list[Path]:
-    """Collect what is under `paths` and write OUT/index.html, OUT/report.md and OUT/figures/; what was written."""
+def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[Path]:
+    """Collect what is under `paths` and write OUT/index.html, OUT/report.md and OUT/figures/; what was written.
+
+    `notes` stand on the page with what a reader must know before comparing.
+    """
     from ccq.report import figures, html, markdown, page
     from ccq.report.collect import collect
     from ccq.report.document import figures_of
 
-    document = page.build(collect(paths))
+    found = collect(paths)
+    found.told += notes
+    document = page.build(found)
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, text in (("index.html", html.page(document)), ("report.md", markdown.page(document))):

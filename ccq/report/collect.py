@@ -120,13 +120,14 @@ class Collection:
     problems: list[str] = field(default_factory=list)  # damaged
     unfinished: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # JSON that is nothing we know
+    told: list[str] = field(default_factory=list)  # by whoever asks for the page
 
     def of(self, kind: str, detail: str | None = None) -> list[Source]:
         return [s for s in self.sources if s.kind == kind and (detail is None or s.detail == detail)]
 
     def notices(self) -> list[str]:
         """What a reader must know before comparing: damage, unfinished runs, mixed versions, quick looks."""
-        notes = [*self.problems, *self.unfinished]
+        notes = [*self.told, *self.problems, *self.unfinished]
         quick = [s for s in self.of("eval") if s.content.get("quick_look")]
         if quick:
             names = ", ".join(f"{s.name} (first {s.content.get('limit')})" for s in quick)
