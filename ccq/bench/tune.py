@@ -61,9 +61,9 @@ class Case:
         return lambda: fused.read_tiles(grid, self.q, self.k, self.lam, states, sums, True, True, self.q.dtype)
 
 
-def stages(name: str, dtype: torch.dtype, block_k: int) -> list[tuple[str, str, Config]]:
+def stages(name: str, dtype: torch.dtype, block_k: int, hopper: bool) -> list[tuple[str, str, Config]]:
     """The distinct (stage, pass, config) to compile and time; fields the stage does not use are those of the first."""
-    every = candidates(name, dtype, block_k)
+    every = candidates(name, dtype, block_k, hopper)
     plain = every[0]
     scan_fields = ("BN", "S", "BLK", "BR", "scan_warps", "scan_stages")
     read_fields = ("BT", "S", "BN", "BS", "warps", "stages")
@@ -139,17 +139,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     groups = [
-        (name, int(size), DTYPES[dtype])
+        (name, int(size), DTYPES[dtype], hopper)
         for dtype in options.dtypes.split(",")
         for size in options.key_sizes.split(",")
         for name in options.passes.split(",")
+        for hopper in (False, True)
+        if not hopper or fused.hopper_takes(torch.device("cuda"), DTYPES[dtype], int(size), options.length)
     ]
-    jobs = [(*job, size, dtype) for name, size, dtype in groups for job in stages(name, dtype, fused.block_size(size))]
+    jobs = [
+        (*job, size, dtype)
+        for name, size, dtype, hopper in groups
+        for job in stages(name, dtype, fused.block_size(size), hopper)
+    ]
     results = list(zip(jobs, compile_all(jobs, options.workers), strict=True))
     rows: list[dict] = []
     best: list[dict] = []
-    for name, size, dtype in groups:
-        mine = [(job, failure) for job, failure in results if (job[1], *job[3:]) == (name, size, dtype)]
+    for name, size, dtype, hopper in groups:
+        mine = [r for r in results if (r[0][1], *r[0][3:], r[0][2].hopper) == (name, size, dtype, hopper)]
         more = tune(name, size, dtype, options.heads, options.length, mine)
         rows += more[0]
         best += more[1]
@@ -165,7 +171,7 @@ def keep(best: list[dict], path: Path) -> None:
     """Put `best` into the table at `path`, in the place of what it holds of the same."""
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     names = ("pass", "dtype", "BK", "log2_work")
-    table = {tuple(row[name] for name in names): row for row in [*known, *best]}
+    table = {(*(row[name] for name in names), Config(*row["config"]).hopper): row for row in [*known, *best]}
     lines = ",\n  ".join(json.dumps(table[key]) for key in sorted(table))
     about = json.dumps({**provenance(), "config": [field.name for field in fields(Config)]})
     path.write_text(f'{{"about": {about},\n "rows": [\n  {lines}\n]}}\n')

@@ -34,7 +34,7 @@ def power_of_2(n: int) -> int:
 @dataclass(frozen=True)
 class Config:
     """One pass. Reads: BT tokens a tile, S a chunk, BN tokens of the other side and BS rows of the state at a time.
-    Scans: BLK x BLK blocks, BR tokens at a time."""
+    Scans: BLK x BLK blocks, BR tokens at a time. `hopper`: the reads are those of hopper.py, with as many stages."""
 
     BT: int
     S: int
@@ -46,30 +46,37 @@ class Config:
     BR: int
     scan_warps: int
     scan_stages: int
+    hopper: bool = False
 
 
 @functools.cache
-def table() -> dict[tuple[str, str, int], dict[int, Config]]:
-    """(pass, dtype, BK) -> log2 of the work -> sizes."""
-    found: dict[tuple[str, str, int], dict[int, Config]] = {}
+def table() -> dict[tuple[str, str, int, bool], dict[int, Config]]:
+    """(pass, dtype, BK, hopper) -> log2 of the work -> sizes."""
+    found: dict[tuple[str, str, int, bool], dict[int, Config]] = {}
     for row in json.loads(TUNED.read_text())["rows"]:
-        sizes = found.setdefault((row["pass"], row["dtype"], row["BK"]), {})
-        sizes[row["log2_work"]] = Config(*row["config"])
+        config = Config(*row["config"])
+        found.setdefault((row["pass"], row["dtype"], row["BK"], config.hopper), {})[row["log2_work"]] = config
     return found
 
 
-def pick(name: str, dtype: torch.dtype, block_k: int, work: int, interpreted: bool = False) -> Config:
-    """The sizes for a pass over `work` = tokens times heads."""
+def pick(
+    name: str, dtype: torch.dtype, block_k: int, work: int, interpreted: bool = False, hopper: bool = False
+) -> Config:
+    """The sizes for a pass over `work` = tokens times heads; with `hopper`, for the kernels of hopper.py."""
     if interpreted:  # small, so that few tokens already make several tiles, chunks and blocks
         return Config(16, 32, 16, min(block_k, 16), 4, 1, min(block_k, 32), 16, 4, 1)
-    known = table().get((name, NAMES[dtype], block_k))
+    known = table().get((name, NAMES[dtype], block_k, hopper))
     if not known:
-        return candidates(name, dtype, block_k)[0]
+        return candidates(name, dtype, block_k, hopper)[0]
     return known[min(known, key=lambda log2_work: abs(log2_work - math.log2(max(work, 1))))]
 
 
-def candidates(name: str, dtype: torch.dtype, block_k: int) -> list[Config]:
+def candidates(name: str, dtype: torch.dtype, block_k: int, hopper: bool = False) -> list[Config]:
     """All sizes that tuning tries and the GPU tests cover."""
+    if hopper:
+        stages = (3 if name == "clean" else 4) * 256 // block_k  # what shared memory holds
+        scan = (SCANS_CLEAN if name == "clean" else SCANS_DK)[0]
+        return [Config(128, s, 64, 64, 8, stages, *scan, hopper=True) for s in (256, 128)]
     if dtype != torch.bfloat16:
         bt = 64 if block_k <= 64 else 32
         return [

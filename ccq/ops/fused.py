@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -59,6 +61,10 @@ class Grid:
             self.per_tiles, self.per_chunks, self.per_sums, self.tiles, int(spread),
         )  # fmt: skip
 
+    def programs(self, heads: int) -> int:
+        """For kernels that stay and take tile after tile: one a multiprocessor."""
+        return min(self.tiles * heads, processors(self.device))
+
     def tile_options(self, centred: bool) -> dict:
         c = self.config
         return {
@@ -100,10 +106,27 @@ def block_size(key_size: int) -> int:
     return max(16, power_of_2(key_size))
 
 
-def pick_grid(name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> Grid:
+def pick_grid(
+    name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, correction: bool = False
+) -> Grid:
+    """The grid of a pass; of the forward that gives y by itself, in fp32, with `correction`."""
     work = q.shape[0] * q.shape[1] * q.shape[2]
-    config = pick(name, q.dtype, block_size(q.shape[-1]), work, interpreted=not q.is_cuda)
+    hopper = cu_seqlens is None and not correction and hopper_takes(q.device, q.dtype, q.shape[-1], q.shape[1])
+    config = pick(name, q.dtype, block_size(q.shape[-1]), work, interpreted=not q.is_cuda, hopper=hopper)
     return Grid(config, q, k, count, cu_seqlens)
+
+
+def hopper_takes(device: torch.device, dtype: torch.dtype, key_size: int, length: int) -> bool:
+    """Whether the kernels of hopper.py run here: of sequences in rows, on a GPU that has what they are made of."""
+    fits = dtype == torch.bfloat16 and key_size in (128, 256) and length >= 128
+    return fits and device.type == "cuda" and has_gluon(device)
+
+
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether the GPU is a Hopper, and its Triton has the language as we write it."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 8)
 
 
 def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
@@ -170,6 +193,11 @@ def read_tiles(
     """
     out = torch.empty_like(x, dtype=dtype)
     means = x.new_empty(x.shape[:-1] if centred else 0, dtype=torch.float32)
+    if grid.config.hopper:
+        from ccq.ops import hopper
+
+        hopper.clean(grid, x, k, lam, states, sums, out, means, other, along, centred, unit, unit_other)
+        return out, means
     clean_kernel[(grid.tiles * grid.query_heads,)](
         x, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, other, along, *grid.sizes(), EPS,
         UNIT=unit, INITIAL=grid.count is not None, CORRECTION=lam is None, ALONG=other is not None,
@@ -183,7 +211,7 @@ class Adjoint(NamedTuple):
 
     weighted: Tensor  # [B, T, Hq, K] w_t = u_t / (t |q_t|)
     pulls: Tensor  # [sums, Hq, K] of the mean, BN rows each
-    lift_q: Tensor  # [B, T, Hq] to take off the scores k_j . q_t
+    lift_q: Tensor  # [Hq, B T] to take off the scores k_j . q_t
     lift_w: Tensor  # and k_j . w_t
 
 
@@ -192,12 +220,13 @@ def finish(
 ) -> tuple[Tensor, Adjoint]:
     """dq, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
     dq = torch.empty_like(q)
-    lifts = q.new_empty((2, *q.shape[:-1]) if centred else (2, 0), dtype=torch.float32)
+    tokens = q.shape[0] * q.shape[1]
+    lifts = q.new_empty((2, grid.query_heads, tokens) if centred else (2, 0), dtype=torch.float32)
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
     adjoint = Adjoint(read, pulls, *lifts)
     finish_kernel[(grid.sums * grid.query_heads,)](
         g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, *adjoint,
-        grid.sequences, grid.length, grid.query_heads, grid.size, grid.per_sums, EPS,
+        grid.sequences, grid.length, tokens, grid.query_heads, grid.size, grid.per_sums, EPS,
         UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
         BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
     )  # fmt: skip
@@ -225,11 +254,17 @@ def dk_tiles(
 ) -> Tensor:  # fmt: skip
     """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given."""
     dk = torch.empty_like(k)
+    if grid.config.hopper:
+        from ccq.ops import hopper
+
+        hopper.dk(grid, pull_grid, q, k, k_rnorm, dk_bar, adjoint, states, last_sum, dk, centred)
+        return dk
     n, length, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles, spread = grid.sizes()
     dk_kernel[(tiles * key_heads,)](
         q, adjoint.weighted, k, k_rnorm, dk_bar, adjoint.lift_q, adjoint.lift_w, states, adjoint.pulls, last_sum,
         grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.sum_offsets, dk,
-        n, length, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums, tiles, spread,
+        n, length, k.shape[0] * k.shape[1], query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums,
+        tiles, spread,
         UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, PULL=pull_grid.config.BN,
         **grid.tile_options(centred),
     )  # fmt: skip
@@ -257,7 +292,7 @@ def forward(
     q, lam, second_moment, key_sum, count, cu_seqlens = contiguous(q, lam, second_moment, key_sum, count, cu_seqlens)
     if normalize == "none" or not in_rows(k):
         k = k.contiguous()
-    grid = pick_grid("clean", q, k, count, cu_seqlens)
+    grid = pick_grid("clean", q, k, count, cu_seqlens, output_correction)
     if gate is not None:
         fused_gate.forward(q, *gate, lam)
     k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 # sizes that vary from call to call: compiled once for all of them
-VARYING = ["N", "T", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
+VARYING = ["N", "T", "M", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
 
 
 @triton.jit
@@ -432,7 +432,7 @@ def clean_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
     g, q, lam, m_q, m_g, count, cu, sum_offsets, dq, weighted, pulls, lift_q, lift_w,
-    N, T, HQ, K, per_sums, eps,
+    N, T, M, HQ, K, per_sums, eps,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -473,8 +473,9 @@ def finish_kernel(
     if CENTRED:
         mean_q = tl.load(m_q + per_row, mask=valid, other=0.0) / scale
         mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * (-gate * scale / t)
-        tl.store(lift_q + per_row, mean_q, mask=valid)
-        tl.store(lift_w + per_row, mean_w, mask=valid)
+        at = hq.to(tl.int64) * M + begin + rows
+        tl.store(lift_q + at, mean_q, mask=valid)
+        tl.store(lift_w + at, mean_w, mask=valid)
         pull = tl.sum(w * mean_q[:, None] + q_tile * mean_w[:, None], 0)
         tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
 
@@ -545,7 +546,7 @@ def adjoint_kernel(
 def dk_kernel(
     q, weighted, k, k_rnorm, dk_bar, lift_q, lift_w, states, pulls, last_sum, cu, tile_offsets, chunk_offsets,
     pull_offsets, dk,
-    N, T, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles, spread,
+    N, T, M, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles, spread,
     UNIT: tl.constexpr, BAR: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, CENTRED: tl.constexpr,
     PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
@@ -580,9 +581,9 @@ def dk_kernel(
         p_q = tl.dot(keys, tl.trans(x_q), input_precision=IP)
         p_w = tl.dot(keys, tl.trans(x_w), input_precision=IP)
         if CENTRED:
-            per_row = (begin + late) * HQ + hq
-            p_q -= tl.load(lift_q + per_row, mask=late < length, other=0.0)[None, :]
-            p_w -= tl.load(lift_w + per_row, mask=late < length, other=0.0)[None, :]
+            at = hq.to(tl.int64) * M + begin + late
+            p_q -= tl.load(lift_q + at, mask=late < length, other=0.0)[None, :]
+            p_w -= tl.load(lift_w + at, mask=late < length, other=0.0)[None, :]
         sees = offset + tl.arange(0, BN)[None, :] >= local[:, None]
         acc = tl.dot(tl.where(sees, p_q, 0.0).to(DT), x_w, acc, input_precision=IP)
         acc = tl.dot(tl.where(sees, p_w, 0.0).to(DT), x_q, acc, input_precision=IP)

@@ -166,6 +166,13 @@ GPU_SHAPES = [
     {"T": 515, "B": 1, "Hq": 6, "Hk": 1, "K": 96},
     {"T": 64, "B": 1, "Hq": 2, "Hk": 2, "K": 16},
     {"lengths": [0, 700, 3, 0, 0, 129, 64, 0], "Hq": 4, "Hk": 2, "K": 64},
+    {"lengths": [500, 0, 3, 300], "Hq": 4, "Hk": 2, "K": 256},
+]
+HOPPER_SHAPES = [
+    {"T": 1000, "B": 2, "Hq": 4, "Hk": 2, "K": 256},
+    {"T": 777, "B": 3, "Hq": 2, "Hk": 2, "K": 128},
+    {"T": 128, "B": 1, "Hq": 1, "Hk": 1, "K": 256},
+    {"T": 4100, "B": 2, "Hq": 6, "Hk": 6, "K": 256},  # several tiles a program
 ]
 
 
@@ -174,9 +181,23 @@ GPU_SHAPES = [
 @pytest.mark.parametrize("shape", range(len(GPU_SHAPES)))
 @pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
 def test_kernels_match_fp64(dtype, shape, state):
-    mode = MODES[(shape + 2 * state) % len(MODES)]
+    compare_with_fp64(GPU_SHAPES[shape], MODES[(shape + 2 * state) % len(MODES)], state, dtype)
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("shape", range(len(HOPPER_SHAPES)))
+@pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
+def test_hopper_kernels_match_fp64(mode, shape, state):
+    shape = HOPPER_SHAPES[shape]
+    if not fused.hopper_takes(torch.device("cuda"), torch.bfloat16, shape["K"], shape["T"]):
+        pytest.skip("not a Hopper GPU with Triton 3.8")
+    compare_with_fp64(shape, mode, state, torch.bfloat16)
+
+
+def compare_with_fp64(shape, mode, state, dtype):
     unit = mode["normalize"] == "none"
-    case = to_gpu(make_case(**GPU_SHAPES[shape], state=state, dtype=dtype, unit=unit))
+    case = to_gpu(make_case(**shape, state=state, dtype=dtype, unit=unit))
     got = results(case, "triton", **mode)
     rounded = mode["normalize"] == "unit" and dtype != torch.float32
     ref = truth_on_gpu(case, got["k_bar"] if rounded else None, **mode)
@@ -235,8 +256,14 @@ def test_every_config_gives_the_same_numbers(name, monkeypatch):
     ref = results(case, "triton")
     pick = fused.pick
     tried = 0
-    for config in candidates(name, torch.bfloat16, 256):
-        monkeypatch.setattr(fused, "pick", lambda n, *a, c=config, **k: c if n == name else pick(n, *a, **k))
+    kinds = (False, True) if fused.has_gluon(case.q.device) else (False,)
+    for config in [config for hopper in kinds for config in candidates(name, torch.bfloat16, 256, hopper)]:
+
+        def forced(n, *sizes, c=config, hopper=False, **options):  # y by itself is for the others to compute
+            wanted = n == name and (hopper or not c.hopper)
+            return c if wanted else pick(n, *sizes, hopper=hopper, **options)
+
+        monkeypatch.setattr(fused, "pick", forced)
         got = results(case, "triton")
         tried += 1
         for key, x in ref.items():

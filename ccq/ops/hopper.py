@@ -1,0 +1,537 @@
+"""The read of the operator for Hopper, in Gluon: what kernels.clean_kernel computes, for bf16 and sequences in rows.
+
+A program has two warp groups that multiply, each 64 rows of a tile of 128, and one warp that fetches what they read, by
+TMA, through rings of buffers. So the state and the keys come once for 128 rows, and what one warp group does beside its
+products hides behind those of the other. Programs stay and take tile after tile: the next one's rows are fetched while
+this one's are computed. docs/kernels.md says what that brings.
+
+Gluon is Triton's lower level (triton.experimental.gluon): its interpreter does not run this, so the tests on a CPU only
+compile it, and `pytest -m gpu` compares it with fp64.
+
+N sequences of T tokens, H key heads, HQ query heads, K key size; a chunk has S tokens, a key sum 64, a tile 128.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ccq.ops.reference import EPS
+
+if TYPE_CHECKING:
+    from ccq.ops.fused import Adjoint, Grid
+
+ROWS = 3  # buffers of x: the two in use, and one of the next tile
+BLOCK = gl.NVMMASharedLayout(128, 16, 3)  # of [1, 64, K] in shared memory, as products take it
+FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.aggregate
+class Ring:
+    """Buffers of 64 rows that one warp fills and others read, in turn."""
+
+    buffers: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SIZE: gl.constexpr
+    K: gl.constexpr
+
+    @gluon.jit
+    def create(SIZE: gl.constexpr, K: gl.constexpr, readers: gl.constexpr, layout: gl.constexpr):
+        buffers = gl.allocate_shared_memory(gl.bfloat16, [SIZE, 1, 64, K], layout)
+        ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SIZE):
+            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(empty.index(i), count=readers)
+        return Ring(buffers, ready, empty, SIZE, K)  # type: ignore[call-arg]
+
+    @gluon.jit
+    def put(self, item, tensor, n, row, col):
+        """Fetch the item-th: 64 rows of a tensor, once all have released what was there."""
+        at = item % self.SIZE
+        mbarrier.wait(self.empty.index(at), (item // self.SIZE & 1) ^ 1)
+        mbarrier.expect(self.ready.index(at), tensor.block_type.nbytes)
+        tma.async_load(tensor, [n, row, col], self.ready.index(at), self.buffers.index(at))
+
+    @gluon.jit
+    def get(self, item):
+        """The item-th, [64, K], once it is there."""
+        at = item % self.SIZE
+        mbarrier.wait(self.ready.index(at), item // self.SIZE & 1)
+        return self.buffers.index(at).reshape([64, self.K])
+
+    @gluon.jit
+    def release(self, item):
+        mbarrier.arrive(self.empty.index(item % self.SIZE), count=1)
+
+    @gluon.jit
+    def skip(self, item):
+        """An item for the other reader. To wait for it keeps the turns of the two in step."""
+        self.get(item)
+        self.release(item)
+
+
+@gluon.aggregate
+class Tiles:
+    """Which tiles a program takes, and where they lie."""
+
+    T: gl.tensor
+    heads: gl.tensor
+    per_tiles: gl.tensor
+    per_chunks: gl.tensor
+    tiles: gl.tensor
+    S: gl.constexpr
+
+    @gluon.jit
+    def slot(self, turn):
+        """The program's place in a turn, there and back: some tiles of a chunk have more to read than others, and one
+        program would get nothing but those."""
+        pid = gl.program_id(0)
+        return gl.where(turn % 2 == 0, pid, gl.num_programs(0) - 1 - pid)
+
+    @gluon.jit
+    def turns(self):
+        whole = self.tiles * self.heads // gl.num_programs(0)
+        return whole + (self.slot(whole) < self.tiles * self.heads % gl.num_programs(0)).to(gl.int32)
+
+    @gluon.jit
+    def place(self, turn):
+        """Sequence, head, first row; the chunk's first row, and its index."""
+        at = turn * gl.num_programs(0) + self.slot(turn)
+        row = at % self.tiles % self.per_tiles * 128
+        n = at % self.tiles // self.per_tiles
+        chunk_row = row // self.S * self.S
+        return n, at // self.tiles, row, chunk_row, n * self.per_chunks + chunk_row // self.S
+
+
+@gluon.jit
+def read_state(acc, x, ring, item, blocks):
+    """acc + x times a state of `blocks` * 64 rows (K, or none), and the item after it."""
+    parts = x._reinterpret(gl.bfloat16, [ring.K // 64, 64, 64], FLAT)
+    for i in range(blocks):
+        acc = warpgroup_mma(parts.index(i), ring.get(item), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        ring.release(item)
+        item += 1
+    return acc, item
+
+
+@gluon.aggregate
+class CleanModes:
+    """What is computed of a query."""
+
+    INITIAL: gl.constexpr
+    CENTRED: gl.constexpr
+    UNIT: gl.constexpr
+    CORRECTION: gl.constexpr
+    ALONG: gl.constexpr
+    UNIT_OTHER: gl.constexpr
+
+
+@gluon.jit
+def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
+    """All tiles of a program, in the order in which `read_clean` reads."""
+    x, k, states, other, _ = tensors
+    x_ring, ring = rings
+    HQ, H = heads
+    K: gl.constexpr = ring.K
+    item = 0
+    for turn in range(tiles.turns()):
+        n, hq, row, chunk_row, chunk = tiles.place(turn)
+        h = hq // (HQ // H)
+        x_ring.put(2 * turn, x, n, row, hq * K)
+        x_ring.put(2 * turn + 1, x, n, row + 64, hq * K)
+        if modes.INITIAL or chunk_row > 0:
+            for i in range(K // 64):
+                ring.put(item, states, 0, (chunk * H + h) * K + i * 64, 0)
+                item += 1
+        for i in range((row + 128 - chunk_row) // 64):
+            ring.put(item, k, n, row + 64 - i * 64, h * K)
+            item += 1
+        if modes.ALONG:
+            ring.put(item, other, n, row, hq * K)
+            ring.put(item + 1, other, n, row + 64, hq * K)
+            item += 2
+
+
+@gluon.jit
+def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.constexpr):
+    """The W-th 64 rows of all tiles of a program; the steps are those of kernels.clean_kernel."""
+    out = tensors[4]
+    x_ring, ring = rings
+    lam, sums, count, means, along, per_sums, eps = pointers
+    HQ, H = heads
+    K: gl.constexpr = ring.K
+    # layouts of products: [64, K], [64, 64] and [64, 16]; of their left side in registers; and of what loads key sums
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    even: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [4, 1], [1, 0])
+    wide_row: gl.constexpr = gl.SliceLayout(1, wide)
+    square_row: gl.constexpr = gl.SliceLayout(1, square)
+    narrow_row: gl.constexpr = gl.SliceLayout(1, narrow)
+    local = gl.arange(0, 64, wide_row)
+    sees = gl.arange(0, 64, square_row)[:, None] >= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :]
+    # Rows 2v and 2v + 1 hold a key sum in two parts, as in kernels.load_sums: that before the 64 rows (v = 0), and that
+    # before the chunk, twice.
+    sum_row = gl.arange(0, 16, gl.SliceLayout(1, even))
+    sum_col = gl.arange(0, K, gl.SliceLayout(0, even))
+    v = sum_row // 2
+    product_v = gl.arange(0, 16, gl.SliceLayout(0, narrow)) // 2
+    lane = gl.arange(0, 16, gl.SliceLayout(0, left))
+    own_sums = key_sums.index(W)
+
+    item = 0
+    for turn in range(tiles.turns()):
+        n, hq, row, chunk_row, _ = tiles.place(turn)
+        h = hq // (HQ // H)
+        begin = row + W * 64
+        rows = begin + local
+        valid = rows < tiles.T
+        per_row = (n.to(gl.int64) * tiles.T + rows) * HQ + hq
+        seen = n.to(gl.int64) * 0
+        if modes.INITIAL:
+            seen += gl.load(count + n)
+        t = (seen + rows + 1).to(gl.float32)
+        past = gl.maximum(seen + chunk_row, 1).to(gl.float32)
+        blocks = 0
+        if modes.INITIAL or chunk_row > 0:  # a sequence with no past has no state to read
+            blocks = K // 64
+        if modes.CENTRED:  # asked for now, needed after the state
+            at = sums + ((n.to(gl.int64) * per_sums + chunk_row // 64) * H + h) * K
+            before_rows = gl.where(v == 0, (begin - chunk_row) // 64, 0) * (H * K)
+            there = (v < 3) & ((v > 0) | (begin < tiles.T))
+            s = gl.load(at + before_rows[:, None] + sum_col[None, :], mask=there[:, None], other=0.0)
+
+        x = x_ring.get(2 * turn + W)
+        scale = gl.full([64], 1.0, gl.float32, wide_row)
+        if modes.UNIT:
+            q = x.load(wide).to(gl.float32)
+            scale = gl.rsqrt(gl.sum(q * q, 1) + eps)
+        acc = gl.zeros([64, K], gl.float32, wide)  # in units of past |q_t|
+        acc, item = read_state(acc, x, ring, item, blocks)
+
+        before = gl.zeros([64], gl.float32, narrow_row)
+        off = gl.zeros([64], gl.float32, narrow_row)
+        if modes.CENTRED:
+            high = s.to(gl.bfloat16).to(gl.float32)
+            own_sums.store(gl.where((sum_row % 2 == 0)[:, None], high, s - high).to(gl.bfloat16))
+            fence_async_shared()
+            products = gl.zeros([64, 16], gl.float32, narrow)
+            products = warpgroup_mma(x, own_sums.permute([1, 0]), products, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(0, deps=(products,))
+            before = gl.sum(gl.where((product_v == 0)[None, :], products, 0.0), 1)
+            off = gl.sum(gl.where((product_v == 1)[None, :], products, 0.0), 1)
+
+        if W == 0:  # the keys of the later 64 rows
+            ring.skip(item)
+            item += 1
+        m = gl.zeros([64], gl.float32, square_row)
+        inverse = 1.0 / past
+        for i in range((begin + 64 - chunk_row) // 64):
+            keys = ring.get(item)
+            p = gl.zeros([64, 64], gl.float32, square)
+            p = warpgroup_mma(x, keys.permute([1, 0]), p, use_acc=False, is_async=True)
+            p = warpgroup_mma_wait(0, deps=(p,))
+            if i == 0:  # their own: the latest first, so that m is complete with them
+                p = gl.where(sees, p, 0.0)
+                if modes.CENTRED:
+                    total = gl.convert_layout(before, square_row) + gl.sum(p, 1)
+                    m = total / gl.convert_layout(t, square_row)
+                    p = gl.where(sees, p - m[:, None], 0.0)
+            elif modes.CENTRED:
+                p = p - m[:, None]
+            scores = gl.convert_layout((p * inverse).to(gl.bfloat16), left)
+            acc = warpgroup_mma(scores, keys, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            ring.release(item)
+            item += 1
+
+        if modes.CENTRED:
+            mean = gl.convert_layout(m, narrow_row)
+            outer = (off / past - mean) / past
+            outer_high = gl.convert_layout(outer.to(gl.bfloat16).to(gl.float32), gl.SliceLayout(1, left))
+            outer_low = gl.convert_layout(outer, gl.SliceLayout(1, left)) - outer_high
+            parts = gl.where((lane // 2 == 1)[None, :], outer_high[:, None], 0.0)
+            parts = gl.where((lane // 2 == 2)[None, :], outer_low[:, None], parts)
+            acc = warpgroup_mma(parts.to(gl.bfloat16), own_sums, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            gl.store(means + per_row, gl.convert_layout(mean, wide_row) * scale, mask=valid)
+        unit = scale * past / t
+        if modes.CORRECTION:
+            acc = acc * unit[:, None]
+            x.store(acc.to(gl.bfloat16))
+            if modes.ALONG:
+                if W == 1:
+                    ring.skip(item)
+                    item += 1
+                o = ring.get(item).load(wide).to(gl.float32)
+                product = -gl.sum(o * acc, 1)
+                if modes.UNIT_OTHER:
+                    product *= gl.rsqrt(gl.sum(o * o, 1) + eps)
+                gl.store(along + per_row, product.to(along.dtype.element_ty), mask=valid)
+                fence_async_shared()
+                ring.release(item)
+                item += 1
+                if W == 0:
+                    ring.skip(item)
+                    item += 1
+        else:
+            gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
+            clean = x.load(wide).to(gl.float32) * scale[:, None] - acc * (gate * unit)[:, None]
+            x.store(clean.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_store(out, [n, begin, hq * K], x.reshape([1, 64, K]))
+        tma.store_wait(0)
+        x_ring.release(2 * turn + W)
+
+
+@gluon.jit
+def read_clean_first(tensors, rings, key_sums, tiles, heads, pointers, modes):
+    read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, 0)
+
+
+@gluon.jit
+def read_clean_second(tensors, rings, key_sums, tiles, heads, pointers, modes):
+    read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, 1)
+
+
+@gluon.jit(do_not_specialize=["T", "HQ", "H", "per_tiles", "per_chunks", "per_sums", "tiles"])
+def clean_hopper_kernel(
+    x, k, states, other, out, lam, sums, count, means, along,
+    T, HQ, H, per_tiles, per_chunks, per_sums, tiles, eps,
+    K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    INITIAL: gl.constexpr, CENTRED: gl.constexpr, UNIT: gl.constexpr, CORRECTION: gl.constexpr, ALONG: gl.constexpr,
+    UNIT_OTHER: gl.constexpr,
+):  # fmt: skip
+    """q_clean, or Sigma x (if CORRECTION) with -other . Sigma x (if ALONG), and m_t: as kernels.clean_kernel."""
+    tensors = (x, k, states, other, out)
+    rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
+    key_sums = gl.allocate_shared_memory(gl.bfloat16, [2, 16, K], FLAT)
+    fence_async_shared()
+    place = Tiles(T, HQ, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
+    pointers = (lam, sums, count, means, along, per_sums, eps)
+    modes = CleanModes(INITIAL, CENTRED, UNIT, CORRECTION, ALONG, UNIT_OTHER)  # type: ignore[call-arg]
+    # registers: 2 x 128 x 240 and 128 x 24 of the 384 x 168 that the kernel has
+    gl.warp_specialize(
+        [
+            (read_clean_first, (tensors, rings, key_sums, place, (HQ, H), pointers, modes)),
+            (read_clean_second, (tensors, rings, key_sums, place, (HQ, H), pointers, modes)),
+            (fetch_clean, (tensors, rings, key_sums, place, (HQ, H), pointers, modes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.aggregate
+class KeyModes:
+    """What is computed of a key's gradient."""
+
+    UNIT: gl.constexpr
+    BAR: gl.constexpr
+    LAST: gl.constexpr
+    CENTRED: gl.constexpr
+    PULL: gl.constexpr
+
+
+@gluon.jit
+def fetch_dk(tensors, rings, tiles, heads, pointers, modes):
+    """All tiles of a program, in the order in which `read_dk` reads."""
+    x, q, w, states, bar, _ = tensors
+    x_ring, ring = rings
+    HQ, H = heads
+    K: gl.constexpr = ring.K
+    item = 0
+    for turn in range(tiles.turns()):
+        n, h, row, chunk_row, chunk = tiles.place(turn)
+        chunk_end = gl.minimum(chunk_row + tiles.S, tiles.T)
+        x_ring.put(2 * turn, x, n, row, h * K)
+        x_ring.put(2 * turn + 1, x, n, row + 64, h * K)
+        if modes.LAST or chunk_end < tiles.T:
+            for i in range(K // 64):
+                ring.put(item, states, 0, (chunk * H + h) * K + i * 64, 0)
+                item += 1
+        for g in range(HQ // H):
+            for late in range(row, gl.maximum(chunk_end, row + 65), 64):
+                ring.put(item, q, n, late, (h * (HQ // H) + g) * K)
+                ring.put(item + 1, w, n, late, (h * (HQ // H) + g) * K)
+                item += 2
+        if modes.BAR:
+            ring.put(item, bar, n, row, h * K)
+            ring.put(item + 1, bar, n, row + 64, h * K)
+            item += 2
+
+
+@gluon.jit
+def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
+    """The W-th 64 rows of all tiles of a program; the steps are those of kernels.dk_kernel."""
+    out = tensors[5]
+    x_ring, ring = rings
+    HQ, H = heads
+    k_rnorm, lift_q, lift_w, pulls, last_sum, per_pulls, tokens = pointers
+    K: gl.constexpr = ring.K
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    local = gl.arange(0, 64, gl.SliceLayout(1, wide))
+    cols = gl.arange(0, K, gl.SliceLayout(0, wide))
+    column = gl.arange(0, 64, gl.SliceLayout(0, square))
+    seen = column[None, :] >= gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
+    G = HQ // H
+
+    item = 0
+    for turn in range(tiles.turns()):
+        n, h, row, chunk_row, _ = tiles.place(turn)
+        chunk_end = gl.minimum(chunk_row + tiles.S, tiles.T)
+        begin = row + W * 64
+        blocks = 0
+        later = modes.LAST or chunk_end < tiles.T
+        if later:
+            blocks = K // 64
+        x = x_ring.get(2 * turn + W)
+        acc, item = read_state(gl.zeros([64, K], gl.float32, wide), x, ring, item, blocks)
+        for g in range(G):
+            if W == 1:
+                ring.skip(item)
+                ring.skip(item + 1)
+                item += 2
+            for late in range(begin, gl.maximum(chunk_end, row + 65), 64):
+                x_q = ring.get(item)
+                p_q = gl.zeros([64, 64], gl.float32, square)
+                p_w = gl.zeros([64, 64], gl.float32, square)
+                p_q = warpgroup_mma(x, x_q.permute([1, 0]), p_q, use_acc=False, is_async=True)
+                x_w = ring.get(item + 1)
+                p_w = warpgroup_mma(x, x_w.permute([1, 0]), p_w, use_acc=False, is_async=True)
+                p_q, p_w = warpgroup_mma_wait(0, deps=(p_q, p_w))
+                if modes.CENTRED:
+                    at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T + late
+                    p_q -= gl.load(lift_q + at + column, mask=column < tiles.T - late, other=0.0)[None, :]
+                    p_w -= gl.load(lift_w + at + column, mask=column < tiles.T - late, other=0.0)[None, :]
+                if late == begin:
+                    p_q = gl.where(seen, p_q, 0.0)
+                    p_w = gl.where(seen, p_w, 0.0)
+                acc = warpgroup_mma(gl.convert_layout(p_q.to(gl.bfloat16), left), x_w, acc, is_async=True)
+                acc = warpgroup_mma(gl.convert_layout(p_w.to(gl.bfloat16), left), x_q, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                ring.release(item)
+                ring.release(item + 1)
+                item += 2
+
+        rows = begin + local
+        if modes.CENTRED:
+            at = ((n.to(gl.int64) * per_pulls + (chunk_end + modes.PULL - 1) // modes.PULL - 1) * HQ + h * G) * K
+            acc += gl.load(pulls + at + cols, mask=(cols >= 0) & later, other=0.0)[None, :]
+        elif modes.LAST:
+            acc += gl.load(last_sum + (n.to(gl.int64) * H + h) * K + cols)[None, :]
+        if modes.BAR:
+            if W == 1:
+                ring.skip(item)
+                item += 1
+            acc += ring.get(item).load(wide).to(gl.float32)
+            fence_async_shared()
+            ring.release(item)
+            item += 1
+            if W == 0:
+                ring.skip(item)
+                item += 1
+        if modes.UNIT:
+            kn = x.load(wide).to(gl.float32)
+            r = gl.load(k_rnorm + (n.to(gl.int64) * tiles.T + rows) * H + h, mask=rows < tiles.T, other=0.0)
+            along = gl.sum(kn * acc, 1)
+            acc = r[:, None] * (acc - kn * along[:, None])
+        x.store(acc.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_store(out, [n, begin, h * K], x.reshape([1, 64, K]))
+        tma.store_wait(0)
+        x_ring.release(2 * turn + W)
+
+
+@gluon.jit
+def read_dk_first(tensors, rings, tiles, heads, pointers, modes):
+    read_dk(tensors, rings, tiles, heads, pointers, modes, 0)
+
+
+@gluon.jit
+def read_dk_second(tensors, rings, tiles, heads, pointers, modes):
+    read_dk(tensors, rings, tiles, heads, pointers, modes, 1)
+
+
+@gluon.jit(do_not_specialize=["T", "tokens", "HQ", "H", "per_tiles", "per_chunks", "per_pulls", "tiles"])
+def dk_hopper_kernel(
+    x, q, w, states, bar, out, k_rnorm, lift_q, lift_w, pulls, last_sum,
+    T, tokens, HQ, H, per_tiles, per_chunks, per_pulls, tiles,
+    K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    UNIT: gl.constexpr, BAR: gl.constexpr, LAST: gl.constexpr, CENTRED: gl.constexpr, PULL: gl.constexpr,
+):  # fmt: skip
+    """dk: as kernels.dk_kernel."""
+    tensors = (x, q, w, states, bar, out)
+    rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
+    fence_async_shared()
+    place = Tiles(T, H, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
+    pointers = (k_rnorm, lift_q, lift_w, pulls, last_sum, per_pulls, tokens)
+    modes = KeyModes(UNIT, BAR, LAST, CENTRED, PULL)  # type: ignore[call-arg]
+    gl.warp_specialize(
+        [
+            (read_dk_first, (tensors, rings, place, (HQ, H), pointers, modes)),
+            (read_dk_second, (tensors, rings, place, (HQ, H), pointers, modes)),
+            (fetch_dk, (tensors, rings, place, (HQ, H), pointers, modes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def rows_of(x: Tensor) -> TensorDescriptor:
+    """[N, T, H, K], to be moved 64 tokens of a head at a time."""
+    if x.storage_offset() * x.element_size() % 16:  # TMA takes no such address
+        x = x.clone()
+    n, length, heads, size = x.shape
+    shape, strides = [n, length, heads * size], [length * heads * size, heads * size, 1]
+    return TensorDescriptor(x, shape, strides, [1, 64, size], BLOCK)
+
+
+def clean(
+    grid: Grid, x: Tensor, k: Tensor, lam: Tensor | None, states: Tensor, sums: Tensor, out: Tensor, means: Tensor,
+    other: Tensor | None, along: Tensor | None, centred: bool, unit: bool, unit_other: bool,
+) -> None:  # fmt: skip
+    """See fused.read_tiles."""
+    rows = rows_of(x)
+    clean_hopper_kernel[(grid.programs(grid.query_heads),)](
+        rows, rows_of(k), rows_of(states.view(1, -1, 1, grid.size)), rows if other is None else rows_of(other),
+        rows_of(out), lam, sums, grid.count, means, along,
+        grid.length, grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, grid.per_sums, grid.tiles, EPS,
+        K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
+        INITIAL=grid.count is not None, CENTRED=centred, UNIT=unit, CORRECTION=lam is None, ALONG=other is not None,
+        UNIT_OTHER=unit_other, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def dk(
+    grid: Grid, pull_grid: Grid, q: Tensor, k: Tensor, k_rnorm: Tensor | None, dk_bar: Tensor | None, adjoint: Adjoint,
+    states: Tensor, last_sum: Tensor | None, out: Tensor, centred: bool,
+) -> None:  # fmt: skip
+    """See fused.dk_tiles."""
+    rows = rows_of(k)
+    dk_hopper_kernel[(grid.programs(grid.key_heads),)](
+        rows, rows_of(q), rows_of(adjoint.weighted), rows_of(states.view(1, -1, 1, grid.size)),
+        rows if dk_bar is None else rows_of(dk_bar), rows_of(out), k_rnorm, adjoint.lift_q, adjoint.lift_w,
+        adjoint.pulls, last_sum, grid.length, k.shape[0] * k.shape[1], grid.query_heads, grid.key_heads,
+        grid.per_tiles, grid.per_chunks, pull_grid.per_sums, grid.tiles,
+        K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
+        UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, CENTRED=centred,
+        PULL=pull_grid.config.BN, num_warps=4, maxnreg=168,
+    )  # fmt: skip
