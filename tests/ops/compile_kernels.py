@@ -1,6 +1,7 @@
 """Compile the package's Triton kernels for Hopper, on a machine that needs no GPU:
 
-    python tests/ops/compile_kernels.py
+    python tests/ops/compile_kernels.py            one case of everything
+    python tests/ops/compile_kernels.py --hopper   every variant of the kernels of hopper.py
 
 Our host functions run on tensors without data, so that each kernel gets the arguments of a real call; in the place of
 a launch stands what Triton does before one. Prints JSON: the kernels that somebody must launch, and what became of each
@@ -12,6 +13,7 @@ B sequences, T tokens, H key heads, K key size, V value size, D hidden size.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -199,6 +201,13 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (decays, {"dtype": FP16, "heads": 1, "size": 64, "B": 1}),
     (decays, {"dtype": FP32}),
 ]  # fmt: skip
+# every switch with each: whether the assembler drops a product changes with any of them
+HOPPER: list[tuple[Callable, dict[str, Any]]] = [
+    (operator, {"dtype": BF16, "size": size, "state": state, "centred": centred, "normalize": normalize})
+    for size, state, centred, normalize in itertools.product(
+        (128, 256), (False, True), (False, True), ("unit", "stats", "none")
+    )
+]
 
 
 def main() -> None:
@@ -212,6 +221,9 @@ def main() -> None:
         try:
             kernel = compile_and_launch(self, *map(mock, args), grid=grid, warmup=True, **options)
             launch["shared"] = kernel.metadata.shared
+            launch["products"] = kernel.asm["ptx"].count("wgmma.mma_async")
+            if launch["products"]:
+                launch["machine_products"] = len(re.findall(r"HGMMA\.64x\d+x\d+\.F32", kernel.asm["sass"]))
         except Exception as error:  # the next ones may have something to say too
             launch["error"] = message(error)
 
@@ -226,7 +238,7 @@ def main() -> None:
         patch.object(CovarianceState, "lower_triangle", lambda state: state._second_moment),
         FakeTensorMode(),  # one for all cases: fused_step keeps a tensor from call to call
     ):
-        for function, options in CASES:
+        for function, options in HOPPER if "--hopper" in sys.argv else CASES:
             case = f"{function.__name__}({', '.join(f'{key}={x}' for key, x in options.items())})"
             function(**options)
     json.dump({"kernels": sorted(map(name, package_kernels())), "launches": launches}, sys.stdout)
