@@ -43,6 +43,7 @@ SIZES = ("1.3b", "500m", "nano", "pico", "mqar", "tiny")  # the largest first
 WIDTHS = {2048: "1.3b", 1024: "500m", 512: "nano", 256: "pico", 64: "tiny"}
 MIXERS = {"attention": "transformer"}  # where the name of the mixer is not that of the system
 ALWAYS_UNIT = ("gated_deltanet", "deltanet")
+CONVOLUTION = {"gated_deltanet": 4, "deltanet": 4, "mamba2": 4}  # that a mixer has by itself
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ def from_config(config: dict[str, Any], folder: str) -> tuple[System, int | None
     elif model.get("unit_qk") and mixer not in ALWAYS_UNIT:
         name += "-unit"
     variant = []
+    if "conv_size" in model and model["conv_size"] != CONVOLUTION.get(mixer):
+        variant.append(f"convolution of {model['conv_size']}" if model["conv_size"] else "no convolution")
     if model.get("clean"):
         if not model.get("centred", True):
             variant.append("uncentred")
