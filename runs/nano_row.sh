@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # One language model of the comparison at nano, from the choice of its rate to its results:
 #   EVAL=DIR bash runs/nano_row.sh ROW SEED DATA OUT
-# ROW is a system of ccq/recipes.py (gla, gla_unit, ccq_gla, ...), DATA a set of runs/prepare_nano.sh with valid/ beside
-# it, EVAL the evaluation data. The rate is the best of three after 25M tokens on validation text, with a seed that is
-# not reported; RATE=2e-3 skips that. What is finished is not run again.
+# ROW is a system of ccq/recipes.py (gla, gla_unit, ccq_gla, ...), or ROW_conv, the same with a convolution of 4 tokens for
+# q, k and v; DATA a set of runs/prepare_nano.sh with valid/ beside it, EVAL the evaluation data. The rate is the best of
+# three after 25M tokens on validation text, with a seed that is not reported; RATE=2e-3 skips that. What is finished is
+# not run again.
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
+recipe=${row%_conv}_nano
 common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --system.workers 1 --system.sample-every 0)
+case $row in *_conv) common+=(--model.conv-size 4) ;; esac
 rate=${RATE:-}
 if [ -z "$rate" ]; then
   for lr in 1e-3 2e-3 4e-3; do
-    $ccq train "${row}_nano" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
+    $ccq train "$recipe" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
       --optimizer.lr $lr --system.checkpoint-every 100000 "${common[@]}"
   done
   rate=$(python3 - "$out/sweep/$row" <<'P'
@@ -24,7 +27,7 @@ P
 )
 fi
 run=$out/$row-seed$seed
-$ccq train "${row}_nano" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 "${common[@]}"
+$ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 "${common[@]}"
 [ -f "$run/model/config.json" ] || $ccq export "$run" "$run/model" --dtype bf16
 evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }
 evaluate --suite niah --lengths 1024,2048,4096,8192 --limit 100 --keys odd

@@ -17,7 +17,7 @@ from ccq import cli
 RUNS = Path(__file__).parent.parent / "runs"
 SCRIPTS = sorted(RUNS.glob("*.sh"))
 STUBS = ("ccq", "torchrun", "python", "python3", "cp", "make", "git")
-ARGUMENTS = {"nano_row.sh": ["ccq_gla", "0", "data/needles", "out"]}  # else DATA OUT
+ARGUMENTS = {"nano_row.sh": ["ccq_gla_conv", "0", "data/needles", "out"]}  # else DATA OUT
 STUB = """#!{python}
 import json, os, sys
 with open({log!r}, "a") as file:
