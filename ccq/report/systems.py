@@ -130,8 +130,6 @@ def from_config(config: dict[str, Any], folder: str) -> tuple[System, int | None
     elif model.get("unit_qk") and mixer not in ALWAYS_UNIT:
         name += "-unit"
     variant = []
-    if "conv_size" in model and model["conv_size"] != CONVOLUTION.get(mixer):
-        variant.append(f"convolution of {model['conv_size']}" if model["conv_size"] else "no convolution")
     if model.get("clean"):
         if not model.get("centred", True):
             variant.append("uncentred")
@@ -147,4 +145,7 @@ def from_config(config: dict[str, Any], folder: str) -> tuple[System, int | None
     size = from_name(folder)[0].size or WIDTHS.get(model.get("hidden_size"), "")
     if not size and model.get("hidden_size"):
         size = f"width {model['hidden_size']}"
+    convolution = model.get("conv_size", CONVOLUTION.get(mixer))
+    if convolution != CONVOLUTION.get(mixer) and size != "tiny":  # those that `make run` trains all have one
+        variant.insert(0, f"convolution of {convolution}" if convolution else "no convolution")
     return System(name, ", ".join(variant), size), config.get("seed")

@@ -128,9 +128,9 @@ def test_systems_are_those_of_the_package():
         config = {"model": {field: getattr(model, field) for field in ModelOptions.__dataclass_fields__}}
         assert from_config(config, "run")[0].variant == variant
     for system, size, variant in (("gla", 4, "convolution of 4"), ("gated-deltanet", None, "no convolution")):
-        options = preset(f"{system}-tiny", conv_size=size)
+        options = preset(f"{system}-nano", conv_size=size)
         model = {field: getattr(options, field) for field in ModelOptions.__dataclass_fields__}
-        assert from_config({"model": model}, "run")[0] == System(system, variant, "tiny")
+        assert from_config({"model": model}, "run")[0] == System(system, variant, "nano")
 
 
 def test_a_name_keeps_what_it_says_beside_system_and_size():
