@@ -1,4 +1,5 @@
-"""The read of the operator for Hopper, in Gluon: what kernels.clean_kernel computes, for bf16 and sequences in rows.
+"""The reads of the operator for Hopper, in Gluon: what kernels.clean_kernel and kernels.dk_kernel compute, for bf16 and
+sequences in rows.
 
 A program has two warp groups that multiply, each 64 rows of a tile of 128, and one warp that fetches what they read, by
 TMA, through rings of buffers. So the state and the keys come once for 128 rows, and what one warp group does beside its
@@ -6,7 +7,7 @@ products hides behind those of the other. Programs stay and take tile after tile
 this one's are computed. docs/kernels.md says what that brings.
 
 Gluon is Triton's lower level (triton.experimental.gluon): its interpreter does not run this, so the tests on a CPU only
-compile it, and `pytest -m gpu` compares it with fp64.
+compile it, and `pytest -m gpu` compares it with fp64. The functions that share a program must have one signature.
 
 N sequences of T tokens, H key heads, HQ query heads, K key size; a chunk has S tokens, a key sum 64, a tile 128.
 """
