@@ -164,6 +164,12 @@ def diagnose(env: Environment) -> list[Finding]:
         )
     elif nvidia and release(triton) < (3, 8):
         warning(f"Triton {triton} is older than 3.8.0, the oldest that ccq is tested with.", newer)
+    elif hopper and release(triton)[:2] != (3, 8):
+        warning(
+            "The fastest kernels for Hopper GPUs are known to be assembled right by Triton 3.8 only: "
+            f"with {triton} the plain ones run.",
+            "pip install 'triton==3.8.*'",
+        )
     if core and whole and core != whole:
         warning(
             f"fla-core {core} and flash-linear-attention {whole} are two parts of one package, of different versions.",
@@ -191,6 +197,8 @@ def diagnose(env: Environment) -> list[Finding]:
         )
     if env.gpus and env.variables.get("CCQ_CHECK") == "1":
         warning("CCQ_CHECK=1: each call looks at its values, and waits for the GPU to do so.", "unset CCQ_CHECK")
+    if hopper and env.variables.get("CCQ_HOPPER") == "0":
+        warning("CCQ_HOPPER=0: the fastest kernels for this GPU are turned off.", "unset CCQ_HOPPER")
     return sorted(found, key=lambda finding: finding.level != "error")
 
 

@@ -54,9 +54,18 @@ def test_triton_with_wrong_gradients_on_hopper_is_an_error(triton, issue):
     assert "triton>=3.8.0" in finding.cure
 
 
-@pytest.mark.parametrize("triton", ["3.8.0", "3.8.0+git1a2b3c", "3.8.1", "3.10.0", "4.0.0"])
-def test_newer_triton_on_hopper_is_fine(triton):
+@pytest.mark.parametrize("triton", ["3.8.0", "3.8.0+git1a2b3c", "3.8.1"])
+def test_the_triton_of_the_hopper_kernels_is_fine(triton):
     assert diagnose(having(GOOD, triton=triton)) == []
+
+
+@pytest.mark.parametrize("triton", ["3.10.0", "4.0.0"])
+def test_newer_triton_on_hopper_is_right_and_slower(triton):
+    (finding,) = diagnose(having(GOOD, triton=triton))
+    assert finding.level == "warning"
+    assert f"with {triton} the plain ones run" in finding.what
+    other = replace(having(GOOD, triton=triton), gpus=(Gpu("other", (8, 0), 80.0),))
+    assert diagnose(other) == []
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
@@ -97,6 +106,7 @@ def test_old_triton_without_gpu_is_fine():
         (replace(LAPTOP, python="3.10.14"), "Python 3.10.14 is too old", "3.11"),
         (replace(GOOD, variables={"TRITON_INTERPRET": "1"}), "TRITON_INTERPRET", "unset TRITON_INTERPRET"),
         (replace(GOOD, variables={"CCQ_CHECK": "1"}), "CCQ_CHECK=1", "unset CCQ_CHECK"),
+        (replace(GOOD, variables={"CCQ_HOPPER": "0"}), "CCQ_HOPPER=0", "unset CCQ_HOPPER"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -168,6 +168,41 @@ GPU_SHAPES = [
     {"lengths": [0, 700, 3, 0, 0, 129, 64, 0], "Hq": 4, "Hk": 2, "K": 64},
     {"lengths": [500, 0, 3, 300], "Hq": 4, "Hk": 2, "K": 256},
 ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "switch", "expected"),
+    [
+        ((9, 0), "3.8.0", None, True),
+        ((9, 0), "3.8.0", "0", False),
+        ((9, 0), "3.9.0", None, False),
+        ((8, 0), "3.8.0", None, False),
+        ((10, 0), "3.8.0", None, False),
+    ],
+)
+def test_hopper_kernels_run_only_where_they_were_looked_at(monkeypatch, capability, version, switch, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(fused.triton, "__version__", version)
+    monkeypatch.delenv("CCQ_HOPPER", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("CCQ_HOPPER", switch)
+    device = torch.device("cuda")
+    monkeypatch.setattr(fused, "has_gluon", fused.has_gluon.__wrapped__)  # without its cache
+    takes = [
+        fused.hopper_takes(device, dtype, size, length)
+        for dtype, size, length in ((torch.bfloat16, 256, 4096), (torch.bfloat16, 128, 128))
+    ]
+    never = [
+        fused.hopper_takes(where, dtype, size, length)
+        for where, dtype, size, length in (
+            (device, torch.float16, 256, 4096), (device, torch.bfloat16, 64, 4096), (device, torch.bfloat16, 256, 127),
+            (torch.device("cpu"), torch.bfloat16, 256, 4096),
+        )
+    ]  # fmt: skip
+    assert takes == [expected] * 2
+    assert not any(never)
+
+
 HOPPER_SHAPES = [
     {"T": 1000, "B": 2, "Hq": 4, "Hk": 2, "K": 256},
     {"T": 777, "B": 3, "Hq": 2, "Hk": 2, "K": 128},
