@@ -67,6 +67,20 @@ class Ring:
         tma.async_load(tensor, [n, row, col], self.ready.index(at), self.buffers.index(at))
 
     @gluon.jit
+    def put_two(self, item, tensor, n, row, col):
+        """The 128 rows of a tile."""
+        self.put(item, tensor, n, row, col)
+        self.put(item + 1, tensor, n, row + 64, col)
+
+    @gluon.jit
+    def put_state(self, item, states, row):
+        """A state, as K / 64 items; returns the one after."""
+        for i in range(self.K // 64):
+            self.put(item, states, 0, row + i * 64, 0)
+            item += 1
+        return item
+
+    @gluon.jit
     def get(self, item):
         """The item-th, [64, K], once it is there."""
         at = item % self.SIZE
@@ -76,6 +90,14 @@ class Ring:
     @gluon.jit
     def release(self, item):
         mbarrier.arrive(self.empty.index(item % self.SIZE), count=1)
+
+    @gluon.jit
+    def store(self, item, tensor, n, row, col):
+        """Move what was written over the item-th to its rows of a tensor, and release it."""
+        fence_async_shared()
+        tma.async_store(tensor, [n, row, col], self.buffers.index(item % self.SIZE))
+        tma.store_wait(0)
+        self.release(item)
 
     @gluon.jit
     def skip(self, item):
@@ -152,18 +174,14 @@ def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
     for turn in range(tiles.turns()):
         n, hq, row, chunk_row, chunk = tiles.place(turn)
         h = hq // (HQ // H)
-        x_ring.put(2 * turn, x, n, row, hq * K)
-        x_ring.put(2 * turn + 1, x, n, row + 64, hq * K)
+        x_ring.put_two(2 * turn, x, n, row, hq * K)
         if modes.INITIAL or chunk_row > 0:
-            for i in range(K // 64):
-                ring.put(item, states, 0, (chunk * H + h) * K + i * 64, 0)
-                item += 1
+            item = ring.put_state(item, states, (chunk * H + h) * K)
         for i in range((row + 128 - chunk_row) // 64):
             ring.put(item, k, n, row + 64 - i * 64, h * K)
             item += 1
         if modes.ALONG:
-            ring.put(item, other, n, row, hq * K)
-            ring.put(item + 1, other, n, row + 64, hq * K)
+            ring.put_two(item, other, n, row, hq * K)
             item += 2
 
 
@@ -294,10 +312,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
             clean = x.load(wide).to(gl.float32) * scale[:, None] - acc * (gate * unit)[:, None]
             x.store(clean.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_store(out, [n, begin, hq * K], x.reshape([1, 64, K]))
-        tma.store_wait(0)
-        x_ring.release(2 * turn + W)
+        x_ring.store(2 * turn + W, out, n, begin, hq * K)
 
 
 @gluon.jit
@@ -360,20 +375,16 @@ def fetch_dk(tensors, rings, tiles, heads, pointers, modes):
     for turn in range(tiles.turns()):
         n, h, row, chunk_row, chunk = tiles.place(turn)
         chunk_end = gl.minimum(chunk_row + tiles.S, tiles.T)
-        x_ring.put(2 * turn, x, n, row, h * K)
-        x_ring.put(2 * turn + 1, x, n, row + 64, h * K)
+        x_ring.put_two(2 * turn, x, n, row, h * K)
         if modes.LAST or chunk_end < tiles.T:
-            for i in range(K // 64):
-                ring.put(item, states, 0, (chunk * H + h) * K + i * 64, 0)
-                item += 1
+            item = ring.put_state(item, states, (chunk * H + h) * K)
         for g in range(HQ // H):
             for late in range(row, gl.maximum(chunk_end, row + 65), 64):
                 ring.put(item, q, n, late, (h * (HQ // H) + g) * K)
                 ring.put(item + 1, w, n, late, (h * (HQ // H) + g) * K)
                 item += 2
         if modes.BAR:
-            ring.put(item, bar, n, row, h * K)
-            ring.put(item + 1, bar, n, row + 64, h * K)
+            ring.put_two(item, bar, n, row, h * K)
             item += 2
 
 
@@ -455,10 +466,7 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
             along = gl.sum(kn * acc, 1)
             acc = r[:, None] * (acc - kn * along[:, None])
         x.store(acc.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_store(out, [n, begin, h * K], x.reshape([1, 64, K]))
-        tma.store_wait(0)
-        x_ring.release(2 * turn + W)
+        x_ring.store(2 * turn + W, out, n, begin, h * K)
 
 
 @gluon.jit
