@@ -249,6 +249,17 @@ def assert_close(name: str, ref: Tensor, got: Tensor, ratio: float, scale: Tenso
     assert relative <= ratio, message
 
 
+def assert_effect(name: str, without: Tensor, ref: Tensor, got: Tensor, tolerance: float = 0.02) -> None:
+    """Fail unless what cleaning changes is in `got`: over many tokens it is less than half precision may err.
+
+    Roundings add up to nothing along ref - without, so its share in got - without is 1, whatever the size of both.
+    """
+    without, ref, got = (x.detach().double() for x in (without, ref, got))
+    effect = ref - without
+    share = ((got - without) * effect).sum() / effect.square().sum()
+    assert abs(share - 1) <= tolerance, f"{name}: {share:.3f} of what cleaning changes, expected 1 within {tolerance}"
+
+
 LAYOUTS = {
     "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "every second element": lambda x: torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0],

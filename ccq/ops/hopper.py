@@ -6,8 +6,9 @@ TMA, through rings of buffers. So the state and the keys come once for 128 rows,
 products hides behind those of the other. Programs stay and take tile after tile: the next one's rows are fetched while
 this one's are computed. docs/kernels.md says what that brings.
 
-Gluon is Triton's lower level (triton.experimental.gluon): its interpreter does not run this, so the tests on a CPU only
-compile it, and `pytest -m gpu` compares it with fp64. The functions that share a program must have one signature.
+Gluon is Triton's lower level (triton.experimental.gluon), and Triton does not interpret it: tests/ops/test_hopper.py
+runs this source with PyTorch in its place, test_compile.py compiles it, `pytest -m gpu` compares it with fp64. The
+functions that share a program must have one signature.
 
 N sequences of T tokens, H key heads, HQ query heads, K key size; a chunk has S tokens, a key sum 64, a tile 128.
 """

@@ -16,8 +16,8 @@ it no bits. m_t comes from the row sums of scores that are there anyway: centrin
 Products are bf16 for bf16, tf32 for fp16 (its mantissa, the range of fp32), three tf32 for fp32; sums are fp32. There
 are no atomics: equal inputs give equal bits. Offsets inside a tile are 32 bits, those of tiles 64.
 
-Legend: N sequences, H key heads, HQ query heads, G = HQ / H, K key size, BK = K rounded up to a power of two; a state
-has blocks of BLK x BLK, of which only those on and below the diagonal are computed.
+Legend: N sequences of M tokens in all, H key heads, HQ query heads, G = HQ / H, K key size, BK = K rounded up to a
+power of two; a state has blocks of BLK x BLK, of which only those on and below the diagonal are computed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Interpreted, the tiles are 16 tokens and the chunks 32, so that 70 tokens alread
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers import (
     TOLERANCE,
     Case,
     assert_close,
+    assert_effect,
     assert_same_results,
     clean_query,
     clean_query_step,
@@ -232,10 +234,15 @@ def test_hopper_kernels_match_fp64(mode, shape, state):
 
 def compare_with_fp64(shape, mode, state, dtype):
     unit = mode["normalize"] == "none"
-    case = to_gpu(make_case(**shape, state=state, dtype=dtype, unit=unit))
+    case = make_case(**shape, state=state, dtype=dtype, unit=unit)
+    case = to_gpu(case) if torch.cuda.is_available() else case
     got = results(case, "triton", **mode)
     rounded = mode["normalize"] == "unit" and dtype != torch.float32
-    ref = truth_on_gpu(case, got["k_bar"] if rounded else None, **mode)
+    k_bar = got["k_bar"] if rounded else None
+    ref = truth_on_gpu(case, k_bar, **mode)
+    without = truth_on_gpu(replace(case, lam=torch.zeros_like(case.lam)), k_bar, **mode)
+    for name in ("q_clean", "gradient of q", "gradient of k"):
+        assert_effect(name, without[name], ref[name], got[name])
     y = correction(
         *(x.double() for x in (case.q, case.k)), **case.double().where, backend="chunk", **mode | {"centred": False}
     )

@@ -1,0 +1,47 @@
+"""The Hopper kernels on a CPU, their source run with PyTorch in the place of Gluon, against fp64."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+from gluon_interpreter import interpreted
+from test_fused import MODES, compare_with_fp64
+
+import ccq.ops
+from ccq.ops import fused
+from ccq.ops.configs import candidates
+
+SHAPES = [
+    {"T": 300, "B": 1, "Hq": 2, "Hk": 1, "K": 64},
+    {"T": 197, "B": 2, "Hq": 1, "Hk": 1, "K": 128},  # the last tile ends in its first half
+]
+
+
+@pytest.fixture
+def by_hopper(monkeypatch):
+    """Calls go through the Hopper kernels; of 3 programs, so that each takes several tiles."""
+    module = interpreted()
+    monkeypatch.setitem(sys.modules, "ccq.ops.hopper", module)
+    monkeypatch.setattr(ccq.ops, "hopper", module, raising=False)
+    monkeypatch.setattr(fused, "hopper_takes", lambda *_: True)
+    monkeypatch.setattr(fused, "processors", lambda _: 3)
+    plain = fused.pick
+
+    def pick(name, dtype, block_k, work, interpreted, hopper=False):
+        return candidates(name, torch.bfloat16, 128, True)[1] if hopper else plain(name, dtype, block_k, work, True)
+
+    monkeypatch.setattr(fused, "pick", pick)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
+@pytest.mark.parametrize(
+    ("shape", "mode", "state"), [(0, 0, True), (1, 0, False), (0, 1, False), (1, 2, True), (0, 3, False)]
+)
+def test_source_of_the_hopper_kernels_matches_fp64(by_hopper, shape, mode, state):
+    compare_with_fp64(SHAPES[shape], MODES[mode], state, torch.float32)
