@@ -31,17 +31,6 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def overlaps(device: torch.device) -> bool:
-    """Whether a launch may begin while the one before it ends (programmatic dependent launch, Hopper and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@functools.cache
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that overlaps, of a kernel that calls kernels.follow."""
-    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
-
-
 @dataclass(frozen=True)
 class Config:
     """One pass. Reads: BT tokens a tile, S a chunk, BN tokens of the other side and BS rows of the state at a time.

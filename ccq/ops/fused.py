@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ccq.ops import fused_gate
-from ccq.ops.configs import Config, cdiv, overlapping, pick, power_of_2
+from ccq.ops.configs import Config, cdiv, pick, power_of_2
 from ccq.ops.kernels import (
     adjoint_kernel,
     clean_kernel,
@@ -34,7 +34,6 @@ class Grid:
         self.block_k = block_size(self.size)
         self.config, self.device = config, q.device
         self.cu, self.count = cu_seqlens, count
-        self.overlap = overlapping(q.device)
         # Triton's interpreter multiplies bf16 as if it were integers
         self.product = tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
         self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
@@ -73,7 +72,6 @@ class Grid:
             "VARLEN": self.cu is not None, "CENTRED": centred,
             "BT": c.BT, "S": c.S, "BN": c.BN, "BK": self.block_k, "BS": c.BS,
             "DT": self.product, "IP": self.precision, "num_warps": c.warps, "num_stages": c.stages,
-            **self.overlap,
         }  # fmt: skip
 
     def row_warps(self, elements: int) -> int:
@@ -90,7 +88,6 @@ class Grid:
         options = {
             "VARLEN": self.cu is not None, "S": c.S, "BR": c.BR, "BLK": c.BLK,
             "DT": self.product, "IP": self.precision, "num_warps": c.scan_warps, "num_stages": c.scan_stages,
-            **self.overlap,
         }  # fmt: skip
         programs = (self.sequences * self.key_heads * self.segments * self.blocks,)
         if several:
@@ -153,7 +150,7 @@ def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor,
             k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
             grid.sequences, grid.length, grid.key_heads, grid.size, k.stride(1), grid.per_sums, EPS,
             NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            num_warps=grid.row_warps(1024), **grid.overlap,
+            num_warps=grid.row_warps(1024),
         )  # fmt: skip
     return k_bar, rnorm, key_sums
 
@@ -167,7 +164,6 @@ def run_sums(
     sums_kernel[(grid.sequences * grid.key_heads, cdiv(grid.size, columns))](
         sums, start, end, table, grid.key_heads, grid.size, per_sequence, groups,
         START=start is not None, END=end is not None, REVERSE=reverse, VARLEN=grid.cu is not None, BB=64, BC=columns,
-        **grid.overlap,
     )  # fmt: skip
 
 
@@ -234,7 +230,7 @@ def finish(
         g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, *adjoint,
         grid.sequences, grid.length, tokens, grid.query_heads, grid.size, grid.per_sums, EPS,
         UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
-        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048), **grid.overlap,
+        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
     )  # fmt: skip
     return dq, adjoint
 
@@ -296,17 +292,16 @@ def forward(
     With `gate` = (W, b), lam is written, not read.
     """
     q, lam, second_moment, key_sum, count, cu_seqlens = contiguous(q, lam, second_moment, key_sum, count, cu_seqlens)
-    weight, bias = contiguous(*(gate or (None, None)))
     if normalize == "none" or not in_rows(k):
         k = k.contiguous()
     grid = pick_grid("clean", q, k, count, cu_seqlens, hopper=not output_correction)  # y by itself is fp32
+    if gate is not None:
+        fused_gate.forward(q, *gate, lam)
     k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
     final = empty_state(grid, k, output_final_state)
     if centred or output_final_state:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, final[0])
-    if gate is not None:
-        fused_gate.forward(q, weight, bias, lam, beside=True)
     by, dtype = (None, torch.float32) if output_correction else (lam, q.dtype)
     out, means = read_tiles(grid, q, k_stat, by, states, sums, centred, normalize == "unit", dtype)
     return out, k_stat, k_rnorm, means, *final
@@ -334,7 +329,7 @@ def backward(
     g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
         g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens
     )
-    d_second_moment, d_key_sum, gate_weight = contiguous(d_second_moment, d_key_sum, gate_weight)
+    d_second_moment, d_key_sum = contiguous(d_second_moment, d_key_sum)
     grid = pick_grid("clean", q, k, count, cu_seqlens)
     if (d_second_moment is None) != (d_key_sum is None):
         zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
@@ -348,7 +343,9 @@ def backward(
     read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
     del states, sums  # memory for what follows
     dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
-    shares = None if gate_weight is None else fused_gate.empty_shares(q, gate_weight)
+    d_weight = d_bias = None
+    if gate_weight is not None:
+        _, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam, dq)
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:
@@ -358,13 +355,10 @@ def backward(
         first = (first[0], first[1].zero_() if d_key_sum is None else d_key_sum.clone())
     key_grid = pick_grid("dk", q, k, count, cu_seqlens)
     states = adjoint_states(key_grid, q, adjoint.weighted, d_second_moment, first[0])
-    if shares is not None:
-        fused_gate.backward_rows(dlam, q, gate_weight, lam, dq, shares, add=True, beside=True)
     dk = dk_tiles(
         key_grid, grid, q, k_stat, None if normalize == "none" else k_rnorm, dk_bar, adjoint, states, d_key_sum, centred
     )  # fmt: skip
-    gradients = (None, None) if shares is None else fused_gate.add_shares(shares)
-    return dq, dk, dlam, *first, *gradients
+    return dq, dk, dlam, *first, d_weight, d_bias
 
 
 def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ccq.ops.configs import cdiv, overlaps, power_of_2
+from ccq.ops.configs import cdiv, power_of_2
 from ccq.ops.decode import Cleaning
 from ccq.ops.fused import block_size, processors
 from ccq.ops.kernels import lower_block
@@ -187,6 +187,11 @@ def decode_step(
 def warps(block_k: int) -> int:
     """One where a key is short: several would hold its channels twice over, and write them to shared memory so."""
     return 4 if block_k >= 256 else 1
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends (programmatic dependent launch, Hopper and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def columns(heads: int, value_size: int, device: torch.device) -> int:

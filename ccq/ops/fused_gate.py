@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops.configs import cdiv, overlapping, power_of_2
-from ccq.ops.kernels import follow, stay
+from ccq.ops.configs import cdiv, power_of_2
 
 
 @triton.jit
@@ -26,10 +25,8 @@ def parts(x, DT: tl.constexpr):
 def gate_kernel(
     q, weight, bias, lam, M, H, D,
     BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
-    OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """lam of BM tokens."""
-    follow(OVERLAP, BESIDE)
     begin = tl.program_id(0).to(tl.int64) * BM
     local = tl.arange(0, BM)
     valid = local < M - begin
@@ -46,20 +43,18 @@ def gate_kernel(
     z = acc + tl.load(bias + heads, mask=heads < H, other=0.0)[None, :]
     mask = valid[:, None] & (heads < H)[None, :]
     tl.store(lam + begin * H + local[:, None] * H + heads[None, :], 1.0 / (1.0 + tl.exp(-z)), mask=mask)
-    stay(OVERLAP, BESIDE)
 
 
 @triton.jit(do_not_specialize=["M", "per_split"])
 def gate_backward_kernel(
     d_lam, q, weight, lam, dq, d_weight, d_bias, M, H, D, per_split,
     ADD: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq for BD columns and the rows of one split (added to what is there, if ADD), and the split's share of dW and db.
 
     All that a loop loads is fetched STAGES ahead: it waits for nothing but memory.
     """
-    follow(OVERLAP, BESIDE)
     split = tl.program_id(1)
     begin = split.to(tl.int64) * per_split
     rows = tl.minimum(M - begin, per_split).to(tl.int32)  # of this split; none, where the earlier ones had all
@@ -94,16 +89,14 @@ def gate_backward_kernel(
     tl.store(d_weight + split * H * D + heads[:, None] * D + cols[None, :], acc, mask=inside)
     if tl.program_id(0) == 0:
         tl.store(d_bias + split * H + heads, total, mask=heads < H)
-    stay(OVERLAP, BESIDE)
 
 
 @triton.jit
 def add_splits_kernel(
     d_weight, d_bias, weight_out, bias_out, splits, H, width,
-    BS: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """The sums of all splits' shares, BC numbers of W; the first program also b."""
-    follow(OVERLAP)
     split = tl.arange(0, BS)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = (split < splits)[:, None] & (cols < width)[None, :]
@@ -129,8 +122,8 @@ def options(q: Tensor, heads: int) -> dict:
     }
 
 
-def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None, beside: bool = False) -> Tensor:
-    """lam, written into the one given. `beside` the launch before, nothing may be copied: all is contiguous then."""
+def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None) -> Tensor:
+    """lam, written into the one given."""
     q = q.contiguous()
     heads, width = weight.shape
     rows = q.numel() // width
@@ -139,48 +132,31 @@ def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None, 
     gate_kernel[(cdiv(rows, ROWS),)](
         q, weight.contiguous(), bias.contiguous(), lam, rows, heads, width,
         BM=ROWS, BD=COLUMNS, **options(q, heads), num_stages=3 if q.dtype == torch.bfloat16 else 1,
-        BESIDE=beside, **overlapping(q.device),
     )  # fmt: skip
     return lam
 
 
-def backward(d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, W and b."""
-    q, weight = q.contiguous(), weight.contiguous()
-    dq, shares = torch.empty_like(q), empty_shares(q, weight)
-    backward_rows(d_lam.contiguous(), q, weight, lam, dq, shares, add=False)
-    return dq, *add_shares(shares)
-
-
-def empty_shares(q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """For what each split of the rows adds to the gradients of W and b."""
+def backward(
+    d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor, dq: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (added to `dq`, in place, if given), W and b."""
+    q = q.contiguous()
     heads, width = weight.shape
-    splits = max(1, min(SPLITS, cdiv(q.numel() // width, 64)))
-    return weight.new_empty(splits, heads, width), weight.new_empty(splits, heads)
-
-
-def backward_rows(
-    d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor, dq: Tensor, shares: tuple[Tensor, Tensor],
-    add: bool, beside: bool = False,
-) -> None:  # fmt: skip
-    """The gradient of q (added to what is in `dq`, if `add`) and the shares of those of W and b. All is contiguous:
-    `beside` the launch before, nothing may be copied or allocated."""
-    heads, width = weight.shape
-    rows, splits = q.numel() // width, len(shares[0])
+    rows = q.numel() // width
     chosen = options(q, heads)
     columns, stages = (128, 3) if chosen["BH"] == 16 and chosen["DT"] == tl.bfloat16 else (64, 1)  # what fits
+    splits = max(1, min(SPLITS, cdiv(rows, 64)))
+    per_split = cdiv(cdiv(rows, splits), 64) * 64
+    add = dq is not None
+    dq = torch.empty_like(q) if dq is None else dq
+    d_weight, d_bias = (weight.new_empty(splits, heads, size) for size in (width, 1))
     gate_backward_kernel[(cdiv(width, columns), splits)](
-        d_lam, q, weight, lam, dq, *shares, rows, heads, width, cdiv(cdiv(rows, splits), 64) * 64,
-        ADD=add, BM=32, BD=columns, **chosen, STAGES=stages, BESIDE=beside, **overlapping(q.device),
+        d_lam.contiguous(), q, weight.contiguous(), lam, dq, d_weight, d_bias, rows, heads, width, per_split,
+        ADD=add, BM=32, BD=columns, **chosen, STAGES=stages,
     )  # fmt: skip
-
-
-def add_shares(shares: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The gradients of W and b."""
-    splits, heads, width = shares[0].shape
-    sums = shares[0].new_empty(heads, width), shares[1].new_empty(heads)
+    sums = torch.empty_like(weight, memory_format=torch.contiguous_format), weight.new_empty(heads)
     add_splits_kernel[(cdiv(heads * width, 64),)](
-        *shares, *sums, splits, heads, heads * width,
-        BS=power_of_2(splits), BC=64, BH=max(16, power_of_2(heads)), **overlapping(shares[0].device),
+        d_weight, d_bias, *sums, splits, heads, heads * width,
+        BS=power_of_2(splits), BC=64, BH=chosen["BH"],
     )  # fmt: skip
-    return sums
+    return dq, *sums

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ccq.ops.reference import EPS
 
@@ -139,14 +138,6 @@ class Tiles:
         n = at % self.tiles // self.per_tiles
         chunk_row = row // self.S * self.S
         return n, at // self.tiles, row, chunk_row, n * self.per_chunks + chunk_row // self.S
-
-
-@gluon.jit
-def follow(OVERLAP: gl.constexpr):
-    """As kernels.follow."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -320,6 +311,8 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
                     item += 1
         else:
             gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
+            # the sign at the gate: subtracted from a query that is not scaled, Triton 3.8's assembler takes the
+            # products for dead and leaves them out
             clean = x.load(wide).to(gl.float32) * scale[:, None] + acc * (-gate * unit)[:, None]
             x.store(clean.to(gl.bfloat16))
         x_ring.store(2 * turn + W, out, n, begin, hq * K)
@@ -341,14 +334,13 @@ def clean_hopper_kernel(
     T, HQ, H, per_tiles, per_chunks, per_sums, tiles, eps,
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
     INITIAL: gl.constexpr, CENTRED: gl.constexpr, UNIT: gl.constexpr, CORRECTION: gl.constexpr, ALONG: gl.constexpr,
-    UNIT_OTHER: gl.constexpr, OVERLAP: gl.constexpr,
+    UNIT_OTHER: gl.constexpr,
 ):  # fmt: skip
     """q_clean, or Sigma x (if CORRECTION) with -other . Sigma x (if ALONG), and m_t: as kernels.clean_kernel."""
     tensors = (x, k, states, other, out)
     rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
     key_sums = gl.allocate_shared_memory(gl.bfloat16, [2, 16, K], FLAT)
     fence_async_shared()
-    follow(OVERLAP)
     place = Tiles(T, HQ, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
     pointers = (lam, sums, count, means, along, per_sums, eps)
     modes = CleanModes(INITIAL, CENTRED, UNIT, CORRECTION, ALONG, UNIT_OTHER)  # type: ignore[call-arg]
@@ -496,13 +488,11 @@ def dk_hopper_kernel(
     T, tokens, HQ, H, per_tiles, per_chunks, per_pulls, tiles,
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
     UNIT: gl.constexpr, BAR: gl.constexpr, LAST: gl.constexpr, CENTRED: gl.constexpr, PULL: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """dk: as kernels.dk_kernel."""
     tensors = (x, q, w, states, bar, out)
     rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
     fence_async_shared()
-    follow(OVERLAP)
     place = Tiles(T, H, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
     pointers = (k_rnorm, lift_q, lift_w, pulls, last_sum, per_pulls, tokens)
     modes = KeyModes(UNIT, BAR, LAST, CENTRED, PULL)  # type: ignore[call-arg]
@@ -538,7 +528,7 @@ def clean(
         grid.length, grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, grid.per_sums, grid.tiles, EPS,
         K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
         INITIAL=grid.count is not None, CENTRED=centred, UNIT=unit, CORRECTION=lam is None, ALONG=other is not None,
-        UNIT_OTHER=unit_other, num_warps=4, maxnreg=168, **grid.overlap,
+        UNIT_OTHER=unit_other, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -555,5 +545,5 @@ def dk(
         grid.per_tiles, grid.per_chunks, pull_grid.per_sums, grid.tiles,
         K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
         UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, CENTRED=centred,
-        PULL=pull_grid.config.BN, num_warps=4, maxnreg=168, **grid.overlap,
+        PULL=pull_grid.config.BN, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -24,31 +24,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # sizes that vary from call to call: compiled once for all of them
 VARYING = ["N", "T", "M", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
-
-
-@triton.jit
-def follow(OVERLAP: tl.constexpr, BESIDE: tl.constexpr = False):
-    """First in a kernel. Where launches overlap: wait for the one before, and let the next be launched, which waits.
-
-    BESIDE: this one needs nothing of the one before, and what it needs was complete when that one began. It runs
-    beside it and waits at its end (`stay`): so whoever waits for this has waited for both.
-    """
-    if OVERLAP:
-        if not BESIDE:
-            gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def stay(OVERLAP: tl.constexpr, BESIDE: tl.constexpr):
-    """Last in a kernel."""
-    if OVERLAP:
-        if BESIDE:
-            gdc_wait()
 
 
 @triton.jit
@@ -126,10 +104,8 @@ def lower_block(index):
 def keys_kernel(
     k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, stride, per_sums, eps,
     NORM: tl.constexpr, SUMS: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS)."""
-    follow(OVERLAP)
     pid = tl.program_id(0)
     h = pid % H
     tile = pid // H
@@ -154,13 +130,12 @@ def keys_kernel(
 def sums_kernel(
     sums, start, end, tile_offsets, H, K, per_tiles, G,
     START: tl.constexpr, END: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
-    BB: tl.constexpr, BC: tl.constexpr, OVERLAP: tl.constexpr,
+    BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """sums[tile] in place to the sum over the tiles before it (after it, if REVERSE), begun at `start`.
 
     `sums` has G entries for a key head (the query heads that read it); the running sum over all G goes into the first.
     """
-    follow(OVERLAP)
     h = tl.program_id(0) % H
     n = tl.program_id(0) // H
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -217,7 +192,7 @@ def states_kernel(
     T, H, K, NSEG, BLOCKS, per_sums, per_chunks, one,
     VARLEN: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, CENTRED: tl.constexpr, TOTALS: tl.constexpr,
     SEGMENTS: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr,
-    DT: tl.constexpr, IP: tl.constexpr, OVERLAP: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One block of C, summed through one segment of one sequence, BR tokens at a time.
 
@@ -227,7 +202,6 @@ def states_kernel(
     Tensor cores truncate what they add, which in a sum over a million tokens would show: BR tokens are multiplied at a
     time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
     """
-    follow(OVERLAP)
     pid = tl.program_id(0)
     i, j = lower_block(pid % BLOCKS)
     segment = (pid // BLOCKS) % NSEG
@@ -391,13 +365,12 @@ def clean_kernel(
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, CORRECTION: tl.constexpr,
     ALONG: tl.constexpr, UNIT_OTHER: tl.constexpr,
     BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    DT: tl.constexpr, IP: tl.constexpr, OVERLAP: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """q_clean of one tile (Sigma q itself, if CORRECTION), and m_t.
 
     ALONG: also -x . Sigma q for rows x of `other` (over |x|, if UNIT_OTHER): with g for q and q for x, dlam.
     """
-    follow(OVERLAP)
     tile, hq = schedule(tl.program_id(0), tiles, HQ, spread, S // BT, True)
     h = hq // (HQ // H)
     n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
@@ -461,14 +434,13 @@ def finish_kernel(
     g, q, lam, m_q, m_g, count, cu, sum_offsets, dq, weighted, pulls, lift_q, lift_w,
     N, T, M, HQ, K, per_sums, eps,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """dq from Sigma g, for BN rows of a head.
 
     For dk: w_t = u_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
     pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
     """
-    follow(OVERLAP)
     pid = tl.program_id(0)
     hq = pid % HQ
     tile = pid // HQ
@@ -513,10 +485,9 @@ def adjoint_kernel(
     q, weighted, last, cu, sum_offsets, chunk_offsets, totals, states, first,
     T, HQ, H, K, NSEG, BLOCKS, per_sums, per_chunks, one,
     VARLEN: tl.constexpr, LAST: tl.constexpr, FIRST: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
-    S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr, OVERLAP: tl.constexpr,
+    S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One block of R = sum (q u^T + u q^T) / t, from the sequence's end to its beginning, as states_kernel for C."""
-    follow(OVERLAP)
     pid = tl.program_id(0)
     i, j = lower_block(pid % BLOCKS)
     segment = (pid // BLOCKS) % NSEG
@@ -578,10 +549,9 @@ def dk_kernel(
     N, T, M, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles, spread,
     UNIT: tl.constexpr, BAR: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, CENTRED: tl.constexpr,
     PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    DT: tl.constexpr, IP: tl.constexpr, OVERLAP: tl.constexpr,
+    DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """dk of one tile: R of the later chunks, and the queries of its own chunk that saw these keys."""
-    follow(OVERLAP)
     tile, h = schedule(tl.program_id(0), tiles, H, spread, S // BT, False)
     n, begin, length, _, tile_begin, chunk_begin, chunk, pull0 = tile_bounds(
         tile, cu, tile_offsets, chunk_offsets, pull_offsets, None, N, T, per_tiles, per_chunks, per_pulls,
