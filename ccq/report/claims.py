@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,8 +94,29 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
         return Verdict(claim, told, NOT_RUN, FEW, f"takes {label_of(claim['system'])} and {label_of(claim['control'])}")
     place = {size: at for at, size in enumerate(SIZES)}
     chosen = max(fit, key=lambda p: (len(p.differences), -place.get(p.system.size, len(SIZES))))  # then the largest
+    if limit := chosen.limit(better):
+        return Verdict(claim, told, str(chosen), UNTESTABLE, limit, chosen.sources)
+    if claim.get("every"):
+        return every(claim, told, chosen, better)
     verdict, detail = decide(chosen.differences, better, LEAST[better])
     return Verdict(claim, told, str(chosen), verdict, detail, chosen.sources)
+
+
+def every(claim: dict, told: str, chosen: Pairing, better: str) -> Verdict:
+    """Each score by itself: holds where all do, does not where one does not."""
+    pairs = {score: list(found.values()) for score, found in chosen.known.items()}
+    counts = Counter(decide(differences, better, LEAST[better])[0] for differences in pairs.values())
+    means = [sum(differences) / len(differences) for differences in pairs.values()]
+    gains = sum(mean < 0 if better == "lower" else mean > 0 for mean in means)
+    runs, size = min(map(len, pairs.values())), scale_label(chosen.system.size) or "unknown size"
+    ours = f"{signed(min(means))} to {signed(max(means))} at {size}, {better} on {gains} of {len(chosen.where)}"
+    ours += f", {runs} seed{'s' if runs > 1 else ''}"
+    if len(pairs) < len(chosen.where):
+        verdict = FEW
+    else:
+        verdict = FAILS if counts[FAILS] else HOLDS if counts[HOLDS] == len(pairs) else FEW
+    detail = f"one by one: {', '.join(f'{v} on {counts[v]}' for v in (HOLDS, FAILS, FEW) if counts[v])}"
+    return Verdict(claim, told, ours, verdict, detail, chosen.sources)
 
 
 def recalls(claim: dict, recall: Recall) -> Verdict:
@@ -135,6 +157,16 @@ class Pairing:
         tables = list(self.known.values())
         self.seeds = [seed for seed in tables[0] if all(seed in table for table in tables)] if tables else []
         self.differences = [sum(table[seed] for table in tables) / len(tables) for seed in self.seeds]
+
+    def limit(self, better: str) -> str:
+        """Why a share of right answers says nothing of the two: neither has any, or both have all."""
+        found = [self.results.estimate(which, score) for which in (self.system, self.control) for score in self.known]
+        values = [value for estimate in found if estimate is not None for value in estimate.values]
+        if better != "higher" or not values:
+            return ""
+        if max(values) < LEAST[better]:
+            return "no run of either gets any right at this size"
+        return "every run of both gets all right" if min(values) > 100 - LEAST[better] else ""
 
     @property
     def sources(self) -> list[Source]:

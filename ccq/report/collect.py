@@ -51,9 +51,9 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The path without what is this machine's: a folder and a file at most."""
+        """The path without what is this machine's: a folder and a file at most, and of a run's results the run."""
         path = self.path if self.kind != "run" else self.path / "config.json"
-        return "/".join(path.parts[-2:])
+        return "/".join(path.parts[-3 if path.parent.name in ("eval", "analysis") else -2 :])
 
     @property
     def title(self) -> str:
@@ -130,8 +130,14 @@ class Collection:
         notes = [*self.told, *self.problems, *self.unfinished]
         quick = [s for s in self.of("eval") if s.content.get("quick_look")]
         if quick:
-            names = ", ".join(f"{s.name} (first {s.content.get('limit')})" for s in quick)
-            notes.append(f"Quick looks, not whole suites: {names}.")
+            kinds: dict[tuple, list[str]] = {}
+            for s in quick:
+                kinds.setdefault((s.detail, s.content.get("limit")), []).append(s.name)
+            told = [
+                f"{names[0] if len(names) == 1 else f'{suite} of {len(names)} models'} (first {limit})"
+                for (suite, limit), names in kinds.items()
+            ]
+            notes.append(f"Quick looks, not whole suites: {', '.join(told)}.")
         origins = [origin for s in self.sources for origin in s.origins or [s.origin]]
         commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
         if len(commits) > 1:
@@ -289,6 +295,14 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     if source.last_step < steps:
         found.unfinished.append(f"{folder.name} is not finished: step {source.last_step:,} of {steps:,}.")
     return source
+
+
+def longest(runs: list[Source]) -> list[Source]:
+    """Of each system the longest runs: shorter ones are those of a sweep over learning rates."""
+    most: dict[System | None, int] = {}
+    for run in runs:
+        most[run.system] = max(most.get(run.system, 0), int(run.content["steps"]))
+    return [run for run in runs if int(run.content["steps"]) == most[run.system]]
 
 
 def tell_data_apart(runs: list[Source]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ccq.report.collect import Collection, Source
+from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Figure, Panel
 from ccq.report.numbers import Results
 from ccq.report.paper import Paper
@@ -359,14 +359,6 @@ def training(found: Collection) -> Figure | None:
         legend_of(list(dict.fromkeys(run.system for run in runs if run.system))), columns=2,
         size=(4.0, 2.9), alt="curves of training",
     )  # fmt: skip
-
-
-def longest(runs: list[Source]) -> list[Source]:
-    """Of each system the longest runs: shorter ones are those of a sweep over learning rates."""
-    most: dict[System | None, int] = {}
-    for run in runs:
-        most[run.system] = max(most.get(run.system, 0), int(run.content["steps"]))
-    return [run for run in runs if int(run.content["steps"]) == most[run.system]]
 
 
 def draw_course(runs: list[Source], name: str, ylabel: str) -> Callable[[Any], None]:

@@ -123,9 +123,9 @@ def best(values: dict[Any, float | None], better: str) -> set:
 
 
 def leaders(values: dict[Any, float | None], better: str) -> set:
-    """What is set in bold: the best, unless all are the same."""
+    """What is set in bold: the best, unless all are the same, or there is but one."""
     top = best(values, better)
-    return set() if len(top) > 1 and len(top) == sum(value is not None for value in values.values()) else top
+    return set() if len(top) == sum(value is not None for value in values.values()) else top
 
 
 def footnotes(paper: Paper, name: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ccq.report.collect import Collection, Source
+from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import VALID, Results
 from ccq.report.systems import System, scale_label
@@ -13,18 +13,17 @@ from ccq.report.tables import MISSING, human, marks, our_cell
 
 def runs_table(found: Collection, results: Results) -> Table | None:
     """One row a system, size, number of steps and learning rate, of runs on text; a mean over their seeds."""
+    trained = [run for run in found.of("run") if run.system and run.content["data"].get("source") == "tokens"]
     groups: dict[tuple, list[Source]] = {}
-    for run in found.of("run"):
-        if run.system is not None and run.content["data"].get("source") == "tokens":
-            key = (run.system, int(run.content["steps"]), float(run.content["optimizer"]["lr"]))
-            groups.setdefault(key, []).append(run)
+    for run in longest(trained):
+        groups.setdefault((run.system, int(run.content["steps"]), rate_of(run)), []).append(run)
     if not groups:
         return None
     blocks: dict[str, list[Row]] = {}
     for (system, steps, lr), runs in sorted(
         groups.items(), key=lambda item: (item[0][0].order, -item[0][1], item[0][2])
     ):
-        data = runs[0].content["data"]
+        tried = sorted((run for run in trained if run.system == system and steps_of(run) < steps), key=rate_of)
         estimate = results.estimate(system, VALID)
         mine = {id(run.content) for run in runs}
         whole = estimate is not None and all(id(source.content["run"]) in mine for source in estimate.sources)
@@ -33,23 +32,45 @@ def runs_table(found: Collection, results: Results) -> Table | None:
         cells = [
             our_cell(estimate) if whole else Cell(f"{sum(last) / len(last):.2f}", kind="ours") if last else MISSING,
             Cell(", ".join(sorted({str(run.seed) for run in runs}))),
-            Cell(f"{lr:g}"),
+            Cell(f"{lr:g}", rates(tried)),
             Cell(f"{steps:,}", "" if all(run.last_step >= steps for run in runs) else "not finished"),
-            Cell(human(steps * data["batch"] * data["length"])),
+            Cell(human(steps * tokens_of(runs[0]))),
             *(Cell(human(n)) for n in numbers[:2]),
             Cell(f"{numbers[2] / 2**20:.2f}"),
         ] if numbers else [MISSING]  # fmt: skip
-        label = Cell(f"{system.label} {marks(runs)}")
+        label = Cell(f"{system.label} {marks([*runs, *tried])}")
         rows = blocks.setdefault(f"Here, {scale_label(system.size)}", [])
         rows.append(Row(label, cells, "ours" if system.name.startswith("ccq") else ""))
     head = ["", "validation perplexity", "seeds", "rate", "steps", "tokens", "parameters", "embeddings", "state, MiB"]
     notes = [
-        "State: of a sequence of the training length, the covariance counted. Runs that are shorter than the longest "
-        "of their row are those of a sweep over rates, and count nowhere else.",
-        "Small print in a cell: the 95% interval over seeds, where there are three.",
+        "State: of a sequence of the training length, the covariance counted.",
+        "Small print below a perplexity: the 95% interval over seeds, where there are three; below a rate: validation "
+        "perplexity at each rate that was tried, in shorter runs with a seed that counts nowhere else.",
     ]
     made = [Block(title, rows) for title, rows in blocks.items()]
     return Table("How each row was trained on text", head, made, notes, name="runs")
+
+
+def steps_of(run: Source) -> int:
+    return int(run.content["steps"])
+
+
+def rate_of(run: Source) -> float:
+    return float(run.content["optimizer"]["lr"])
+
+
+def tokens_of(run: Source) -> int:
+    """Of a step."""
+    return run.content["data"]["batch"] * run.content["data"]["length"]
+
+
+def rates(tried: list[Source]) -> str:
+    """What a sweep over learning rates gave."""
+    known = [(rate_of(run), value) for run in tried if (value := last_of(run, "valid_perplexity")) is not None]
+    if not known:
+        return ""
+    tokens = dict.fromkeys(human(steps_of(run) * tokens_of(run)) for run in tried)
+    return f"{', '.join(f'{lr:g}: {value:.1f}' for lr, value in known)} after {', '.join(tokens)}"
 
 
 def last_of(run: Source, name: str) -> float | None:

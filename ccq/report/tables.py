@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ccq.report import paper as papers
 from ccq.report.claims import LEAST, Verdict
-from ccq.report.collect import Collection, Source
+from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
 from ccq.report.paper import Column, Paper, eligible, leaders
@@ -157,7 +157,7 @@ def config_table(paper: Paper, found: Collection) -> Table:
     blocks = [Block(f"The paper, {scale_label(scale)}", paper_rows(table, scale, list(table.columns)))
               for scale in table.scales]  # fmt: skip
     groups: dict[tuple, list[Source]] = {}
-    for run in sorted(found.of("run"), key=lambda r: (r.system.order if r.system else (), r.seed or 0)):
+    for run in sorted(longest(found.of("run")), key=lambda r: (r.system.order if r.system else (), r.seed or 0)):
         groups.setdefault((run.system, run.content["steps"], run.content["optimizer"]["lr"]), []).append(run)
     rows = []
     for (system, steps, lr), runs in groups.items():

@@ -58,6 +58,9 @@ def test_no_interval_over_seeds_below_three():
         ((50, 45, 60), (50, 50, 50), claims.FEW),  # seeds disagree: it may be 20 more, or 17 less
         ((90, 55, 60), (50, 50, 50), claims.FEW),  # all above, not told from zero
         ((80, 85), (10, 20), claims.FEW),
+        ((0, 0, 0), (0, 0, 0), claims.UNTESTABLE),  # that nothing is found says nothing of cleaning
+        ((0, 0, 5), (0, 0, 0), claims.FEW),
+        ((100, 100), (100, 100), claims.UNTESTABLE),
     ],
 )
 def test_verdicts(tmp_path, cleaned, plain, verdict):
@@ -104,6 +107,27 @@ def test_lower_is_better_for_perplexity(tmp_path):
             name = f"{system}-nano-seed{seed}"
             evaluation(tmp_path / name, "lm", {"wikitext/4096/word_perplexity": (value, "perplexity")}, name)
     assert judged(tmp_path)["CCQ lowers WikiText perplexity of GLA"].verdict == claims.HOLDS
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict", "told"),
+    [
+        ({}, claims.HOLDS, "lower on 6 of 6, 3 seeds"),
+        ({"qasper": 80.0}, claims.FAILS, "lower on 5 of 6, 3 seeds"),
+        ({"qasper": None}, claims.FEW, "lower on 5 of 6, 3 seeds"),  # one was not run
+    ],
+)
+def test_what_holds_for_every_corpus_is_judged_one_by_one(tmp_path, changed, verdict, told):
+    """A mean over corpora would let one stand for another."""
+    corpora = ("govreport", "qmsum", "narrativeqa", "qasper", "pg19", "code")
+    for system, values in (("gla", dict.fromkeys(corpora, 40.0)), ("ccq-gla", dict.fromkeys(corpora, 20.0) | changed)):
+        for seed in range(3):
+            name = f"{system}-nano-seed{seed}"
+            groups = {f"{corpus}/20480": (x, "perplexity") for corpus, x in values.items() if x is not None}
+            evaluation(tmp_path / name, "length", groups, name)
+    found = judged(tmp_path)["CCQ-GLA has lower perplexity than GLA at 20K on every corpus"]
+    assert found.verdict == verdict
+    assert told in found.ours
 
 
 def test_the_interval_over_samples_is_that_of_ccq_compare(tmp_path):

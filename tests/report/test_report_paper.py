@@ -115,4 +115,5 @@ def test_best_counts_ties_and_leaves_out_what_is_not_known():
     assert best({"a": 1.0, "b": 2.0}, "lower") == {"a"}
     assert best({"a": None}, "higher") == set()
     assert leaders({"a": 0.0, "b": 0.0, "c": None}, "higher") == set()  # all the same: nothing leads
-    assert leaders({"a": 0.0}, "higher") == {"a"}
+    assert leaders({"a": 0.0, "b": None}, "higher") == set()  # nor does one alone
+    assert leaders({"a": 0.0, "b": 1.0}, "higher") == {"b"}
