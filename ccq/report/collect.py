@@ -149,10 +149,11 @@ class Collection:
         changed = [s.name for s in self.sources if any(o.get("dirty") for o in s.origins or [s.origin])]
         if changed:
             notes.append(f"Made from a working tree with changes that are not committed: {', '.join(changed)}.")
-        for suite in dict.fromkeys(s.detail for s in self.of("eval")):
-            asked = {s.content["samples"].get("hash") for s in self.of("eval", suite)}
-            if len(asked) > 1:
-                notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
+        asked: dict[tuple[str, str], set] = {}  # models of one size are compared
+        for s in self.of("eval"):
+            asked.setdefault((s.detail, s.system.size if s.system else ""), set()).add(s.content["samples"].get("hash"))
+        for suite in dict.fromkeys(suite for (suite, _), hashes in asked.items() if len(hashes) > 1):
+            notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
         return notes
 
 

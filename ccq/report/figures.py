@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Figure, Panel
 from ccq.report.numbers import Results
 from ccq.report.paper import Paper
-from ccq.report.systems import System
+from ccq.report.systems import System, scale_label
 
 # Okabe and Ito's palette; INK becomes the page's own text colour, the others a lighter tone on a dark page
 INK, GREY = "#000000", "#7f7f7f"
@@ -64,18 +65,17 @@ OTHERS = ((PURPLE, "-", "P"), (GREEN, "--", "X"), (GREY, "-", "*"), (SKY, "-.", 
 
 
 def line_of(system: System) -> dict[str, Any]:
-    known = LINES | VARIANTS
+    known = LINES | VARIANTS | {f"{name}, convolution of 4": (*LINES[name][:2], "+") for name in LINES}
     colour, line, marker = known.get(system.key) or OTHERS[sum(map(ord, system.key)) % len(OTHERS)]
     return {"color": colour, "ls": line, "marker": marker, "ms": 4, "lw": 1.6}
 
 
 def legend_of(systems: Sequence[System]) -> list[tuple[str, str, str, str]]:
-    sizes = {system.size for system in systems}
+    """Sizes have panels of their own: a label does not say them."""
     entries = []
     for system in systems:
         style = line_of(system)
-        label = system.label if len(sizes) == 1 else f"{system.label} ({system.size})"
-        entries.append((label, style["color"], style["ls"], style["marker"]))
+        entries.append((system.label, style["color"], style["ls"], style["marker"]))
     return list(dict.fromkeys(entries))
 
 
@@ -135,11 +135,11 @@ def save(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "png")) 
     width, height = figure.size
     with matplotlib.rc_context(STYLE):
         canvas = Canvas(figsize=(columns * width, rows * height), layout=ConstrainedLayoutEngine())
-        grid = canvas.subplots(rows, columns, squeeze=False).flat
+        grid = list(canvas.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in zip(grid, figure.panels, strict=False):
             panel.draw(axes)
             axes.set_title(panel.title)
-        for axes in list(grid)[len(figure.panels) :]:
+        for axes in grid[len(figure.panels) :]:
             axes.set_visible(False)
         if figure.legend:
             from matplotlib.lines import Line2D
@@ -274,9 +274,22 @@ BAND = "Bands: the 95% interval over seeds where there are three, else over test
 
 
 def by_length(results: Results, suite: str, titles: dict[str, str], axis: str) -> list[Panel]:
-    """A panel for each task of a suite that was run."""
-    lines = {title: curves(results, suite, f"{task}/{{}}", results.systems(suite)) for task, title in titles.items()}
-    return [Panel(title, draw_curves(found, axis)) for title, found in lines.items() if found]
+    """A panel for each task of a suite that was run, and each size of model."""
+    panels = []
+    for size, systems in by_size(results.systems(suite)).items():
+        for task, title in titles.items():
+            found = curves(results, suite, f"{task}/{{}}", systems)
+            if found:
+                panels.append(Panel(f"{title}{size}", draw_curves(found, axis)))
+    return panels
+
+
+def by_size(systems: Sequence[System]) -> dict[str, list[System]]:
+    """What a title must say of the size, if there are several: those that have it."""
+    sizes = list(dict.fromkeys(system.size for system in systems))
+    return {
+        f", {scale_label(size)}" if len(sizes) > 1 else "": [s for s in systems if s.size == size] for size in sizes
+    }
 
 
 def extrapolation(results: Results) -> Figure | None:
@@ -317,7 +330,7 @@ def recall(results: Results) -> Figure | None:
         name for s in systems for run in results.runs(s, "mqar") for name in run.content["scores"] if name != "average"
     ))  # fmt: skip
 
-    def draw(axes: Any) -> None:
+    def draw(axes: Any, systems: list[System]) -> None:
         for system in systems:
             points = [results.estimate(system, f"mqar:{name}") for name in slices]
             known = [(at, e) for at, e in enumerate(points) if e is not None]
@@ -325,7 +338,10 @@ def recall(results: Results) -> Figure | None:
         axes.set_xticks(range(len(slices)), [name.replace("-", "\n") for name in slices], fontsize=7)
         axes.set(xlabel="tokens, pairs", ylabel="keys answered, %", ylim=(0, 103))
 
-    return Figure("recall", "Recall (MQAR), by slice", "Higher is better. Not in the paper.", [Panel("", draw)],
+    panels = [
+        Panel(size.removeprefix(", "), functools.partial(draw, systems=mine)) for size, mine in by_size(systems).items()
+    ]
+    return Figure("recall", "Recall (MQAR), by slice", "Higher is better. Not in the paper.", panels,
                   legend_of(systems),
                   size=(5.2, 3.2), alt="recall by slice")  # fmt: skip
 
@@ -339,24 +355,27 @@ def training(found: Collection) -> Figure | None:
         "valid_accuracy": ("Recall while training", "validation accuracy"),
         "valid_perplexity": ("Perplexity while training", "validation perplexity"),
     }
-    panels = []
-    for name, (title, ylabel) in shown.items():
-        having = [run for run in runs if any(record.get(name) is not None for record in run.records)]
-        if having:
-            panels.append(Panel(title, draw_course(having, name, ylabel)))
-    if not panels:
-        having = [run for run in runs if any(record.get("loss") is not None for record in run.records)]
-        if having:
-            panels.append(Panel("Loss while training", draw_course(having, "loss", "loss")))
-    gated = [run for run in runs if any(record.get("lam") for record in run.records)]
-    if gated:
-        panels.append(Panel("The gate", draw_gate(gated)))
+    panels: list[Panel] = []
+    for size, systems in by_size(sorted({run.system for run in runs if run.system}, key=lambda s: s.order)).items():
+        mine = [run for run in runs if run.system in systems]
+        before = len(panels)
+        for name, (title, ylabel) in shown.items():
+            having = [run for run in mine if any(record.get(name) is not None for record in run.records)]
+            if having:
+                panels.append(Panel(f"{title}{size}", draw_course(having, name, ylabel)))
+        if len(panels) == before:
+            having = [run for run in mine if any(record.get("loss") is not None for record in run.records)]
+            if having:
+                panels.append(Panel(f"Loss while training{size}", draw_course(having, "loss", "loss")))
+        gated = [run for run in mine if any(record.get("lam") for record in run.records)]
+        if gated:
+            panels.append(Panel(f"The gate{size}", draw_gate(gated)))
     if not panels:
         return None
     return Figure(
         "training", "Training", "The gate: mean lam over layers. Dotted: where weight decay of its bias alone, without "
         "any gradient, would carry it; a gate that follows it has not learned to open.", panels,
-        legend_of(list(dict.fromkeys(run.system for run in runs if run.system))), columns=2,
+        legend_of(sorted({run.system for run in runs if run.system}, key=lambda s: s.order)), columns=2,
         size=(4.0, 2.9), alt="curves of training",
     )  # fmt: skip
 
@@ -371,6 +390,8 @@ def draw_course(runs: list[Source], name: str, ylabel: str) -> Callable[[Any], N
         axes.set(xlabel="step", ylabel=ylabel)
         if ylabel.endswith("perplexity"):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
 
     return draw
 
@@ -382,8 +403,8 @@ def draw_gate(runs: list[Source]) -> Callable[[Any], None]:
             steps = [r["step"] for r in run.records if r.get("lam")]
             lam = [r["lam"] if isinstance(r["lam"], list) else [r["lam"]] for r in run.records if r.get("lam")]
             means = [sum(x or 0 for x in row) / len(row) for row in lam]
-            style = line_of(run.system) | {"marker": "", "lw": 1.5}
-            axes.plot(steps, means, **style)
+            style = line_of(run.system) | {"lw": 1.5}
+            axes.plot(steps, means, markevery=max(1, len(steps) // 8), **style)
             alone = [(r["step"], r["lam_of_decay_alone"]) for r in run.records if r.get("lam_of_decay_alone")]
             if alone:
                 axes.plot(*zip(*alone, strict=True), color=style["color"], ls=":", lw=1.2)

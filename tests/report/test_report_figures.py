@@ -1,0 +1,54 @@
+"""Models of different sizes are never drawn into one panel, and a figure has no panel that shows nothing."""
+
+import pytest
+from made_results import evaluation
+from matplotlib.figure import Figure as Canvas
+
+from ccq.report import figures, page
+from ccq.report.collect import collect
+from ccq.report.docs import tables_of
+from ccq.report.numbers import Results
+
+
+@pytest.fixture
+def two_sizes(tmp_path):
+    """Needles of two sizes, the smaller with other lengths."""
+    for size, lengths in (("nano", (1024, 8192)), ("pico", (512, 1024))):
+        for system in ("gla", "ccq-gla"):
+            name = f"{system}-{size}"
+            groups = {f"niah_single_{task}/{n}": (50.0, "mean") for task in (1, 2) for n in lengths}
+            evaluation(tmp_path / name, "niah", groups, name, samples={"hash": size, "count": 4, "requests": 4})
+    return collect([tmp_path])
+
+
+def test_each_size_has_panels_of_its_own(two_sizes):
+    figure = figures.needles(Results(two_sizes))
+    assert [panel.title for panel in figure.panels] == [
+        f"S-NIAH-{task}, {size}" for size in ("nano", "pico") for task in ("1: pass-key", "2: number")
+    ]
+    axes = Canvas().subplots()
+    figure.panels[-1].draw(axes)
+    assert [list(line.get_xdata()) for line in axes.get_lines()] == [[512, 1024]] * 2
+    assert [entry[0] for entry in figure.legend] == ["GLA", "CCQ-GLA"]
+
+
+def test_a_place_without_a_panel_stays_empty(two_sizes, tmp_path, monkeypatch):
+    figure = figures.needles(Results(two_sizes))  # four panels, three beside each other
+    shown = []
+    monkeypatch.setattr(
+        Canvas, "savefig", lambda canvas, *_, **__: shown.append([x.get_visible() for x in canvas.axes])
+    )
+    figures.save(figure, tmp_path, ["png"])
+    assert shown == [[True] * 4 + [False] * 2]
+
+
+def test_only_models_of_one_size_must_be_asked_the_same(two_sizes):
+    assert not any("the same samples" in note for note in two_sizes.notices())
+
+
+def test_the_papers_other_systems_are_missed_at_nano_and_not_below(two_sizes):
+    blocks = {block.title: block for block in tables_of(page.build(two_sizes).parts)["niah"].blocks}
+    missed = {title: [row.label.text for row in block.rows if row.cells[0].text == "not run"]
+              for title, block in blocks.items() if title.startswith("Here")}  # fmt: skip
+    assert missed["Here, pico"] == []
+    assert {"Gated DeltaNet", "Mamba2"} < set(missed["Here, nano"])
