@@ -306,14 +306,14 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
     folder = Path(name)
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise EvaluationError(f"{name} is not there: expected a from_pretrained folder, or a name on the Hub")
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise EvaluationError(
-            f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)"
-        )
     try:
         where = locate(name)
     except ModelError as error:
         raise EvaluationError(str(error)) from error
+    if Path(where).is_dir() and not Path(where, "config.json").exists():
+        raise EvaluationError(
+            f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)"
+        )
     found_tokenizer = None
     found_model: Any = None
     if text:

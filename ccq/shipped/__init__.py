@@ -83,11 +83,12 @@ def seal(folder: Path, **facts: Any) -> dict[str, Any]:
 def locate(name: str) -> str:
     """What from_pretrained should load for `name`: the folder of a shipped model, checked, or the name as it is.
 
-    A folder of that name in the working directory comes first, as it does for from_pretrained.
+    A folder of that name in the working directory comes first, as it does for from_pretrained; not one that holds
+    something else, such as results of the shipped model.
     """
-    if Path(name).is_dir():
-        return name
     known = names()
+    if Path(name).is_dir() and (name not in known or Path(name, "config.json").is_file()):
+        return name
     if name in known:
         verify(root() / name)
         return str(root() / name)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 import ccq
 from ccq import shipped
 from ccq.cli import main
+from ccq.evaluate import load
+from ccq.evaluate.errors import EvaluationError
 
 
 def test_load_gives_the_weights_and_the_tokenizer_that_lie_there(ships, no_network):
@@ -44,6 +46,17 @@ def test_a_folder_of_that_name_comes_first(ships, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert shipped.locate("gla-pico") == "gla-pico"
     assert ccq.load("gla-pico")[0].config.clean
+
+
+def test_a_folder_of_results_does_not_hide_a_model(ships, tmp_path, monkeypatch):
+    """As `ccq eval gla-pico --out gla-pico` leaves it."""
+    (tmp_path / "gla-pico").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert shipped.locate("gla-pico") == str(ships / "gla-pico")
+    assert load("gla-pico", "cpu", torch.float32, None)[0] is not None
+    (tmp_path / "other").mkdir()
+    with pytest.raises(EvaluationError, match="other has no config.json"):
+        load("other", "cpu", torch.float32, None)
 
 
 def test_names_are_those_with_a_manifest(ships):
