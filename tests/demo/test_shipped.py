@@ -55,7 +55,7 @@ def test_a_folder_of_results_does_not_hide_a_model(ships, tmp_path, monkeypatch)
     assert shipped.locate("gla-pico") == str(ships / "gla-pico")
     assert load("gla-pico", "cpu", torch.float32, None)[0] is not None
     (tmp_path / "other").mkdir()
-    with pytest.raises(EvaluationError, match="other has no config.json"):
+    with pytest.raises(EvaluationError, match="other has no config"):
         load("other", "cpu", torch.float32, None)
 
 
