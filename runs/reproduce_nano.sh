@@ -47,3 +47,19 @@ done
 wait
 python runs/ship_pico.py --data runs/pico/data --plain-runs runs/pico/plain/runs --plain-scored runs/pico/plain/scored \
   --models runs/pico/conv/models --runs runs/pico/conv/runs --scored runs/pico/conv/scored
+for row in gla gla_unit ccq_gla; do # what of it docs/results.md is made from
+  name=${row//_/-}
+  for kind in conv plain; do
+    to=benchmarks/results/pico/$name$([ $kind = plain ] || echo -conv)-pico
+    mkdir -p $to/eval
+    cp runs/pico/$kind/runs/$name-pico/{config.json,data.json,log.jsonl,provenance.json} $to/
+    cp runs/pico/$kind/scored/$name-pico/{niah,length}.json $to/eval/
+  done
+  ccq analyze alignment $name-pico --out benchmarks/results/pico/$name-conv-pico/analysis --figures runs/pico/figures
+done
+#    what the gate of the one with CCQ does, and what is missed without its cleaning; a quarter of an hour on two cores
+ccq analyze gate ccq-gla-pico --out benchmarks/results/pico/ccq-gla-conv-pico/analysis
+ccq analyze margin ccq-gla-pico --out benchmarks/results/pico/ccq-gla-conv-pico/analysis
+ccq analyze intervene ccq-gla-pico --suite niah --tasks niah_single_1,niah_single_2 --lengths 512,1024,2048,4096 --limit 100 \
+  --keys odd --data "$DATA/eval" --off --out runs/pico/intervene
+cp runs/pico/intervene/intervene.json benchmarks/results/pico/ccq-gla-conv-pico/analysis/

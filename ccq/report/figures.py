@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -492,7 +493,7 @@ def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
         return []
     depth, pooled, heads = [], [], []
     for source in sources:
-        name, point = source.title, source.content["points"][POINT]
+        name, point = textwrap.fill(source.title, 36), source.content["points"][POINT]
         depth.append(Panel(name, draw_depth(point)))
         pooled.append(Panel(name, draw_histogram(point)))
         heads.append(Panel(name, draw_heads(point)))

@@ -26,8 +26,17 @@ def test_what_the_page_concludes_is_in_the_files():
     def gap(name, point, group="unique"):
         return found[name][point]["top"]["16"][group]
 
+    def pico(kind, model="ccq-gla"):
+        """Of a model that ships."""
+        [file] = (RESULTS / "pico" / f"{model}-conv-pico" / "analysis").glob(f"{kind}*.json")
+        return json.loads(file.read_text())
+
+    def lam(place):
+        rows = pico("gate")["lam"][place]
+        return sum(map(sum, rows)) / sum(map(len, rows))
+
     for sentence in re.findall(r"<!-- holds: (.+?) -->", TEXT):
-        assert eval(sentence, {"gap": gap}), sentence
+        assert eval(sentence, {"gap": gap, "pico": pico, "lam": lam}), sentence
     assert TEXT.count("<!-- holds:") >= 10
 
 

@@ -109,6 +109,17 @@ def test_lower_is_better_for_perplexity(tmp_path):
     assert judged(tmp_path)["CCQ lowers WikiText perplexity of GLA"].verdict == claims.HOLDS
 
 
+def test_where_nothing_is_found_the_same_with_a_convolution_is_judged(tmp_path):
+    for more, values in (("", {"gla": 0.0, "ccq-gla": 0.0}), (" convolution of 4", {"gla": 40.0, "ccq-gla": 80.0})):
+        for system, value in values.items():
+            for seed in range(3):
+                name = f"{system}{more}-nano-seed{seed}"
+                evaluation(tmp_path / name, "niah", {GROUP: (value, "mean")}, name)
+        found = judged(tmp_path)[PASSKEY]
+        assert found.verdict == (claims.HOLDS if more else claims.UNTESTABLE)
+        assert ("at nano with a convolution of 4" in found.ours) == bool(more)
+
+
 @pytest.mark.parametrize(
     ("changed", "verdict", "told"),
     [
@@ -189,7 +200,7 @@ def test_alignment_gate_and_intervention_are_read(everything):
     gate = found["The gate opens further where a needle is retrieved than on ordinary text"]
     assert gate.ours == "CCQ-GLA, nano, seed 0: 0.300 against 0.200"
     off = found["Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"]
-    assert off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths"
+    assert off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths at which it finds any"
     assert off.verdict == claims.FAILS
 
 
