@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ccq.report import paper as papers
-from ccq.report.claims import LEAST, Verdict
+from ccq.report.claims import LEAST, Verdict, parse
 from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
@@ -146,11 +146,6 @@ def our_block(
         label = f"{system.label} {marks(sources)}"
         rows.append(Row(Cell(label, f"{number_of_runs} runs" if number_of_runs > 1 else ""), cells, "ours"))
     return Block(f"Here, {scale_label(size) or 'size unknown'}", rows)
-
-
-def parse(key: str, size: str) -> System:
-    name, _, variant = key.partition(", ")
-    return System(name, variant, size)
 
 
 def config_table(paper: Paper, found: Collection) -> Table:
