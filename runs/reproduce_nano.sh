@@ -25,6 +25,11 @@ for set in plain no-ruler; do
     EVAL=$DATA/eval RATE=2e-3 bash runs/nano_row.sh $row 0 runs/nano/data/$set runs/nano/$set
   done
 done
+for run in runs/nano/{needles,plain,no-ruler}/{*-seed*,sweep/*}/; do # what of it docs/results.md is made from
+  for part in "$run"{config.json,data.json,log.jsonl,provenance.json,eval/{niah,length}.json{,l},analysis/*.json}; do
+    [ ! -f "$part" ] || install -D -m 644 "$part" "benchmarks/results/${part#runs/}"
+  done
+done
 
 # C. The models that ship, and the same without a convolution: six at once on one GPU in about 6 minutes. A backbone, its
 #    control and CCQ, alike but for that.

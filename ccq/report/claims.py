@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ccq.report.collect import Collection, Source
 from ccq.report.numbers import SEEDS, Results, scores_like, seed_interval
 from ccq.report.paper import HERE, Paper
-from ccq.report.systems import SIZES, System, label_of, scale_label
+from ccq.report.systems import SIZES, WITH_CONVOLUTION, System, label_of, scale_label
 
 if TYPE_CHECKING:
     from ccq.report.recall import Recall
@@ -56,9 +56,6 @@ def interval(bounds: tuple[float, float] | None, digits: int = 2) -> str:
     return "" if bounds is None else f"[{signed(bounds[0], digits)}, {signed(bounds[1], digits)}]"
 
 
-CONVOLUTION = "convolution of 4"  # over q, k and v: what the paper's GLA lacks, and small models need to retrieve
-
-
 def parse(key: str, size: str, more: str = "") -> System:
     name, _, variant = key.partition(", ")
     return System(name, ", ".join(filter(None, (more, variant))), size)
@@ -86,7 +83,7 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
     pairings = [
         Pairing(results, parse(claim["system"], size, more), parse(claim["control"], size, more), where)
         for size in dict.fromkeys(system.size for system in results.systems())
-        for more in ("", CONVOLUTION)
+        for more in ("", WITH_CONVOLUTION)
     ]
     pairings = [pairing for pairing in pairings if pairing.differences]
     allowed = claim.get("scales")
@@ -101,7 +98,7 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
     chosen = max(
         fit,
         key=lambda p: (
-            not p.limit(better), len(p.differences), CONVOLUTION not in p.system.variant,
+            not p.limit(better), len(p.differences), WITH_CONVOLUTION not in p.system.variant,
             -place.get(p.system.size, len(SIZES)),
         ),
     )  # fmt: skip
@@ -172,7 +169,7 @@ class Pairing:
     @property
     def where_trained(self) -> str:
         size = scale_label(self.system.size) or "unknown size"
-        return f"{size} with a {CONVOLUTION}" if CONVOLUTION in self.system.variant else size
+        return f"{size} with a {WITH_CONVOLUTION}" if WITH_CONVOLUTION in self.system.variant else size
 
     def limit(self, better: str) -> str:
         """Why a share of right answers says nothing of the two: neither has any, or both have all."""

@@ -16,7 +16,7 @@ from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Figure, Panel
 from ccq.report.numbers import Results
 from ccq.report.paper import Paper
-from ccq.report.systems import System, scale_label
+from ccq.report.systems import WITH_CONVOLUTION, System, scale_label
 
 # Okabe and Ito's palette; INK becomes the page's own text colour, the others a lighter tone on a dark page
 INK, GREY = "#000000", "#7f7f7f"
@@ -66,7 +66,7 @@ OTHERS = ((PURPLE, "-", "P"), (GREEN, "--", "X"), (GREY, "-", "*"), (SKY, "-.", 
 
 
 def line_of(system: System) -> dict[str, Any]:
-    known = LINES | VARIANTS | {f"{name}, convolution of 4": (*LINES[name][:2], "+") for name in LINES}
+    known = LINES | VARIANTS | {f"{name}, {WITH_CONVOLUTION}": (*LINES[name][:2], "+") for name in LINES}
     colour, line, marker = known.get(system.key) or OTHERS[sum(map(ord, system.key)) % len(OTHERS)]
     return {"color": colour, "ls": line, "marker": marker, "ms": 4, "lw": 1.6}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ccq.report.collect import Collection, Source
+from ccq.report.collect import Collection, Source, longest
 from ccq.report.systems import System
 
 SEEDS = 3  # runs below which no interval over seeds is given
@@ -79,20 +79,18 @@ VALID = "valid:perplexity"  # of a run on its validation data, where evaluations
 
 
 def validations(found: Collection) -> list[Source]:
-    """The last validation of each finished run on text, as if it were an evaluation.
-
-    Of a system the longest runs count: shorter ones are those of a sweep over learning rates.
-    """
-    finished: dict[System, list[tuple[int, Source]]] = {}
+    """The last validation of each finished run on text, as if it were an evaluation."""
+    finished = {}
     for run in found.of("run"):
         values = [record for record in run.records if record.get("valid_perplexity") is not None]
-        steps = int(run.content["steps"])
-        if run.system is not None and values and int(values[-1]["step"]) >= steps:
-            score = {"value": float(values[-1]["valid_perplexity"]), "interval": None}
-            content = {"scores": {"perplexity": score}, "run": run.content}
-            made = replace(run, kind="eval", detail="valid", content=content)
-            finished.setdefault(run.system, []).append((steps, made))
-    return [made for runs in finished.values() for steps, made in runs if steps == max(n for n, _ in runs)]
+        if run.system is not None and values and int(values[-1]["step"]) >= int(run.content["steps"]):
+            finished[id(run)] = float(values[-1]["valid_perplexity"])
+    made = []
+    for run in longest([run for run in found.of("run") if id(run) in finished]):
+        score = {"value": finished[id(run)], "interval": None}
+        content = {"scores": {"perplexity": score}, "run": run.content}
+        made.append(replace(run, kind="eval", detail="valid", content=content))
+    return made
 
 
 class Results:

@@ -44,6 +44,7 @@ WIDTHS = {2048: "1.3b", 1024: "500m", 512: "nano", 256: "pico", 64: "tiny"}
 MIXERS = {"attention": "transformer"}  # where the name of the mixer is not that of the system
 ALWAYS_UNIT = ("gated_deltanet", "deltanet")
 CONVOLUTION = {"gated_deltanet": 4, "deltanet": 4, "mamba2": 4}  # that a mixer has by itself
+WITH_CONVOLUTION = "convolution of 4"  # a variant: over q, k and v, which the paper's GLA lacks
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,12 @@ def test_what_the_page_concludes_is_in_the_files():
         rows = pico("gate")["lam"][place]
         return sum(map(sum, rows)) / sum(map(len, rows))
 
+    def log(model):
+        lines = (RESULTS / "pico" / f"{model}-conv-pico" / "log.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row.get("lam_of_decay_alone")]
+
     for sentence in re.findall(r"<!-- holds: (.+?) -->", TEXT):
-        assert eval(sentence, {"gap": gap, "pico": pico, "lam": lam}), sentence
+        assert eval(sentence, {"gap": gap, "pico": pico, "lam": lam, "log": log}), sentence
     assert TEXT.count("<!-- holds:") >= 10
 
 
