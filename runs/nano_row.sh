@@ -13,10 +13,15 @@ common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --syste
 case $row in *_conv) common+=(--model.conv-size 4) ;; esac
 rate=${RATE:-}
 if [ -z "$rate" ]; then
-  for lr in 1e-3 2e-3 4e-3; do
-    $ccq train "$recipe" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
-      --optimizer.lr $lr --system.checkpoint-every 100000 "${common[@]}"
-  done
+  mkdir -p "$out/sweep"
+  (
+    flock 9 # another seed of this row may be choosing it at this moment
+    for lr in 1e-3 2e-3 4e-3; do
+      [ -e "$out/sweep/$row-$lr/checkpoints/step-00000763" ] ||
+        $ccq train "$recipe" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
+          --optimizer.lr $lr --system.checkpoint-every 100000 "${common[@]}"
+    done
+  ) 9> "$out/sweep/$row.lock"
   rate=$(python3 - "$out/sweep/$row" <<'P'
 import json, sys
 def loss(lr):
@@ -27,8 +32,11 @@ P
 )
 fi
 run=$out/$row-seed$seed
-$ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 "${common[@]}"
-[ -f "$run/model/config.json" ] || $ccq export "$run" "$run/model" --dtype bf16
+if [ ! -f "$run/model/config.json" ]; then
+  $ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 \
+    "${common[@]}"
+  $ccq export "$run" "$run/model" --dtype bf16
+fi
 evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }
 evaluate --suite niah --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 evaluate --suite length --limit 20 # nine lengths from 4,096 to 20,480, seven corpora
