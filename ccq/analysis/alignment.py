@@ -30,6 +30,7 @@ from ccq.analysis.command import (
     add_model_arguments,
     add_prompt_arguments,
     describe,
+    draw,
     load,
     name_of,
     progress,
@@ -272,8 +273,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
-    from ccq.analysis import figures  # before the work: it may lack matplotlib
-
     model, tokenizer = load(arguments)
     name = arguments.name or name_of(arguments.model) + (", untrained" if arguments.untrained else "")
     if arguments.untrained:
@@ -290,8 +289,7 @@ def main(argv: Sequence[str]) -> int:
     result["seconds"] = round(time.perf_counter() - begin, 1)
     stem = f"alignment_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
-    for path in figures.alignment(result, arguments.figures or arguments.out, stem):
-        print(f"Wrote {path}")
+    draw(lambda figures: figures.alignment(result, arguments.figures or arguments.out, stem))
     show(result)
     return 0
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ def load(arguments: argparse.Namespace, text: bool = True) -> tuple[Any, Any]:
     except (ImportError, ValueError) as error:  # transformers names gguf or accelerate where they are missing
         raise AnalysisError(f"{path} could not be loaded: {str(error).strip().splitlines()[0]}") from error
     return model.to(arguments.device).eval(), tokenizer
+
+
+def draw(make: Callable[[Any], Iterable[Path]]) -> None:
+    """Make figures, of the module ccq.analysis.figures, and say where they are."""
+    try:
+        from ccq.analysis import figures
+    except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
+        print(f"{missing.name} is not installed: no figure is drawn")
+        return
+    for path in make(figures):
+        print(f"Wrote {path}")
 
 
 def describe(model: Any, name: str) -> dict:

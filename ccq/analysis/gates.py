@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import add_model_arguments, add_prompt_arguments, describe, load, name_of, slug, write
+from ccq.analysis.command import add_model_arguments, add_prompt_arguments, describe, draw, load, name_of, slug, write
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
@@ -171,13 +171,7 @@ def main(argv: Sequence[str]) -> int:
         result["model"] = {"name": name}
     stem = f"gate_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
-    try:
-        from ccq.analysis import figures
-    except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
-        print(f"{missing.name} is not installed: no figure is drawn")
-    else:
-        for path in figures.gate(result, arguments.out, stem):
-            print(f"Wrote {path}")
+    draw(lambda figures: figures.gate(result, arguments.out, stem))
     if "lam" in result:
         for place in PLACES:
             lam = np.array(result["lam"][place])

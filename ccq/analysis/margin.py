@@ -29,6 +29,7 @@ from ccq.analysis.command import (
     add_model_arguments,
     add_prompt_arguments,
     describe,
+    draw,
     load,
     name_of,
     progress,
@@ -150,8 +151,6 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--lam: expected a number from 0 to 1, got {arguments.lam}")
     if (arguments.prompt is None) != (arguments.needle is None):
         parser.error("--prompt, --needle: expected both or none")
-    from ccq.analysis import figures
-
     if arguments.prompt is None:
         prompts = make_prompts(arguments.variants, arguments.sentences)
     else:
@@ -162,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
     stem = f"margin_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
-    print(f"Wrote {figures.margin(result, arguments.out, stem)}")
+    draw(lambda figures: [figures.margin(result, arguments.out, stem)])
     print(
         f"cleaning widens the mean margin in {result['wider_cells']} of {result['cells']} cells (layer and head), "
         f"and the best against the best in {result['wider_cells_best']}"

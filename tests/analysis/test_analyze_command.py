@@ -66,12 +66,13 @@ def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
     assert "lam" not in strict(out / "gate_run.json")
 
 
-def test_gate_without_matplotlib_has_its_numbers(folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("kind", "numbers"), [("alignment", "points"), ("gate", "lam"), ("margin", "cells")])
+def test_without_matplotlib_there_are_numbers(kind, numbers, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ccq.analysis.figures", None)
     monkeypatch.delattr("ccq.analysis.figures", raising=False)  # where another test has imported it
     model = folder()
-    assert cli.main(["analyze", "gate", str(model), "--variants", "3", "--sentences", "6", "--out", str(tmp_path)]) == 0
-    assert len(strict(tmp_path / "gate_ccq_gla.json")["lam"]["retrieval"]) == 2
+    assert cli.main(["analyze", kind, str(model), "--variants", "3", "--sentences", "6", "--out", str(tmp_path)]) == 0
+    assert strict(tmp_path / f"{kind}_ccq_gla.json")[numbers]
     assert "no figure is drawn" in capsys.readouterr().out
 
 
