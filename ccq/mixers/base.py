@@ -66,7 +66,7 @@ class Owner(nn.Module):
 
         def keep(x: Tensor) -> Tensor:
             y = fn(x)
-            return x.to(y.device) if y.dtype in (torch.bfloat16, torch.float16) else y
+            return x.to(y.device, torch.float32) if y.dtype in (torch.bfloat16, torch.float16) else y
 
         return super()._apply(keep, recurse=False)
 

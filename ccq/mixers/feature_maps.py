@@ -25,8 +25,11 @@ class Hedgehog(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            nn.init.orthogonal_(self.weight)
+        if self.weight.is_meta or getattr(self.weight, "_is_hf_initialized", False):
+            return
+        drawn = torch.empty_like(self.weight, dtype=stats_dtype(self.weight.dtype))  # no QR in half precision
+        with torch.no_grad():
+            self.weight.copy_(nn.init.orthogonal_(drawn))
 
     def forward(self, x: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H F"]:
         y = F.linear(x, self.weight.to(x.dtype))

@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.mixers.linear import ROWS
 from ccq.ops.configs import cdiv
-
-ROWS = 16  # the rows of a tensor core's tile, and as many as these kernels take
 
 
 class Tiles(NamedTuple):

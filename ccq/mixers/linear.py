@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ccq.mixers import norms
 from ccq.ops.dispatch import resolve
 
-ROWS = 16  # of x, up to which our kernels take it (0: never); with more, a GEMM has work to do
+ROWS = 16  # of x, up to which our kernels take it: those of a tensor core's tile (0: never). With more a GEMM has work
 
 
 def fusible(x: Tensor, linears: Sequence[nn.Linear], backend: str = "auto") -> bool:
@@ -28,11 +28,19 @@ def fusible(x: Tensor, linears: Sequence[nn.Linear], backend: str = "auto") -> b
     )
 
 
+def bare(linear: nn.Module) -> bool:
+    """Whether x W^T + b is all that calling it does: an adapter in its place, a hook, another forward want a call."""
+    return type(linear) is nn.Linear and not watched(linear)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether somebody has hooked something to a module, or put a forward of their own into it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
 def plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
     return (
-        type(linear) is nn.Linear  # an adapter in its place wants to be called
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
+        bare(linear)
         and type(linear.weight) in (nn.Parameter, Tensor)
         and linear.weight.dtype == dtype
         and linear.weight.is_contiguous()

@@ -45,8 +45,7 @@ class Mamba2(Mixer):
         self.key_width = self.groups * self.state_size
         self.conv_width = self.inner + 2 * self.key_width
         self.in_proj = nn.Linear(config.hidden_size, self.inner + self.conv_width + self.heads, bias=False)
-        if config.conv_size is None:
-            raise ValueError("conv_size: Mamba2 has its SiLU in the convolution; expected a width, got None")
+        assert config.conv_size is not None  # the config has checked it
         self.conv_size = config.conv_size
         self.conv1d = ShortConv(self.conv_width, self.conv_size, bias=True, std=config.initializer_range)
         self.cleaner = QueryCleaner(config, self.groups, self.state_size)

@@ -5,7 +5,7 @@ N sequences. The states are those of the mixers: recurrent, convolution, covaria
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -113,6 +113,19 @@ class CCQCache(Cache):
         self.states, self.graph = states, None
         self.lengths = lengths if self.lengths is None else self.lengths + lengths
         self.seen += columns
+
+    def check_kinds(self, kinds: Sequence[set[str]]) -> None:
+        """Raise unless the states, if there are any, are of these kinds, a set for each layer."""
+        if not self.states:
+            return
+        if len(self.states) != len(kinds):
+            raise ValueError(f"past_key_values: expected a cache of {len(kinds)} layers, got one of {len(self.states)}")
+        for layer, (expected, state) in enumerate(zip(kinds, self.states, strict=True)):
+            if state.keys() != expected:
+                raise ValueError(
+                    f"past_key_values: expected {', '.join(sorted(expected))} in layer {layer}, "
+                    f"got {', '.join(sorted(state))}: the cache of another model?"
+                )
 
     def make_room(self, mixers: Iterable[Mixer]) -> None:
         """Before a step in place: no buffer is full, none is of a kind that only inference mode may change."""

@@ -128,6 +128,8 @@ class CCQConfig(PretrainedConfig):
             _divides("head_size", self.head_size, "expand * hidden_size", self.expand * self.hidden_size)
             heads = self.expand * self.hidden_size // self.head_size
             _divides("num_groups", self.num_groups, f"{heads} heads", heads)
+            if self.conv_size is None:
+                raise ValueError("conv_size: Mamba2 has its SiLU in the convolution; expected a width, got None")
         if self.clean and self.mixer == "attention":
             raise ValueError("clean: attention has no key-value state to read with a cleaned query")
         if self.clean and self.current_key_read:

@@ -5,6 +5,7 @@ B batch, N sequences (B of them, or packed ones), T tokens, D hidden size, V voc
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,12 +20,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from ccq.mixers import LayerState, Sequences, make_mixer
+from ccq.mixers.linear import bare
 from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
 from ccq.model.graphs import graph_for, release
 from ccq.model.layers import RMSNorm, SwiGLU, add_norm
 from ccq.model.loss import IGNORE, linear_cross_entropy
+from ccq.ops.checks import check_borders
+from ccq.ops.reference import stats_dtype
 
 
 @dataclass
@@ -90,7 +94,6 @@ class CCQPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # the cache cannot be cropped: transformers then refuses assisted decoding
     # what the mixers keep in fp32 by themselves, once they have it
     _keep_in_fp32_modules_strict = ["gate_weight", "gate_bias", "current_key", "A_log", "dt_bias", "mixer.D"]
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # of a CCQForCausalLM that is loaded without its head
 
     def __init__(self, config: CCQConfig) -> None:
         config.check()  # values may have been assigned since it was made
@@ -138,6 +141,8 @@ class CCQPreTrainedModel(PreTrainedModel):
 class CCQModel(CCQPreTrainedModel):
     """The decoder without its head."""
 
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # of a CCQForCausalLM that is loaded without its head
+
     def __init__(self, config: CCQConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -156,6 +161,7 @@ class CCQModel(CCQPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> Any:
         """Hidden states [B, T, D] after the last norm; zero at padding.
 
@@ -164,7 +170,12 @@ class CCQModel(CCQPreTrainedModel):
             past_key_values: what the tokens follow; it then holds them too.
             use_cache: whether to return a cache; by default as the config says, and not in training.
             cu_seqlens: borders of sequences packed into one row, each of which starts anew.
+            output_attentions: refused: no mixer has them.
         """
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions: expected False: linear attention has none, and softmax keeps none")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         x = self.embed(input_ids, inputs_embeds)
         cache = self.cache_for(past_key_values, use_cache)
         if cache is not None and decodes(x, attention_mask, cu_seqlens, cache) and not output_hidden_states:
@@ -235,7 +246,13 @@ class CCQModel(CCQPreTrainedModel):
             return CCQCache() if wanted else None
         if not isinstance(cache, CCQCache):
             raise TypeError(f"past_key_values: expected a CCQCache, got {type(cache).__name__}")
+        cache.check_kinds(self.state_kinds)
         return cache
+
+    @functools.cached_property
+    def state_kinds(self) -> list[set[str]]:
+        """What each layer keeps of a sequence, by name."""
+        return [set(layer.mixer.new_state(0, "meta", torch.float32)) for layer in self.blocks()]
 
     def output(
         self, hidden: Tensor, cache: CCQCache | None, hidden_states: tuple | None, return_dict: bool | None
@@ -260,6 +277,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         self.model = CCQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        self._keys_to_ignore_on_load_unexpected = set()  # transformers takes the model's, but this one has a head
 
     def forward(
         self,
@@ -268,24 +286,27 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         past_key_values: CCQCache | None = None,
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         labels: Int[Tensor, "B T"] | None = None,
-        shift_labels: Int[Tensor, "B T"] | None = None,
+        targets: Int[Tensor, "B T"] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         logits_to_keep: int | Int[Tensor, " P"] | None = None,
         graph_length: int | None = None,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> Any:
         """Logits, or with labels the loss: then logits only where logits_to_keep asks for them.
 
         Args:
             labels: the tokens themselves: each predicts the next one of its sequence; -100 is not scored.
-            shift_labels: instead of labels, for each token the one that it should predict.
+            targets: instead of labels, for each token the one that it should predict.
             logits_to_keep: of the last so many positions, of these positions, or of all: 0.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
         (the others: see CCQModel)
         """
-        scoring = labels is not None or shift_labels is not None
+        scoring = labels is not None or targets is not None
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if use_cache is None and scoring:
             use_cache = False
         logits = None
@@ -303,12 +324,13 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             cu_seqlens=cu_seqlens,
             return_dict=True,
+            output_attentions=output_attentions,
         )
         hidden = out.last_hidden_state
         loss = scored = None
         if scoring:
-            targets = self.targets(labels, shift_labels, attention_mask, cu_seqlens, hidden.shape[:2])
-            total, scored = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+            targets = self.targets(labels, targets, attention_mask, cu_seqlens, hidden.shape[:2])
+            total, scored = self.cross_entropy(hidden.flatten(0, 1), targets.flatten())
             loss = total / scored.clamp(min=1)
         elif logits_to_keep is None:
             logits_to_keep = 0
@@ -321,18 +343,28 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     def output(self, result: CausalLMOutput, return_dict: bool | None) -> Any:
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
+    def cross_entropy(
+        self, hidden: Float[Tensor, "M D"], targets: Int[Tensor, " M"]
+    ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+        """The sum over scored tokens, and their number; through the head itself where it is more than its weight."""
+        if bare(self.lm_head) and self.lm_head.bias is None:
+            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
+        logits = self.lm_head(hidden)
+        high = logits.to(stats_dtype(logits.dtype))
+        return F.cross_entropy(high, targets, ignore_index=IGNORE, reduction="sum"), (targets != IGNORE).sum()
+
     def targets(
         self,
         labels: Tensor | None,
-        shift_labels: Tensor | None,
+        targets: Tensor | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         shape: torch.Size,
     ) -> Int[Tensor, "B T"]:
         """The token that each position should predict; -100 at padding, before it, and at the end of a sequence."""
-        if labels is not None and shift_labels is not None:
-            raise ValueError("labels, shift_labels: expected one of them, got both")
-        name, given = ("labels", labels) if labels is not None else ("shift_labels", shift_labels)
+        if labels is not None and targets is not None:
+            raise ValueError("labels, targets: expected one of them, got both")
+        name, given = ("labels", labels) if labels is not None else ("targets", targets)
         assert given is not None
         if given.shape != shape:
             raise ValueError(f"{name}: expected shape {tuple(shape)}, that of the tokens, got {tuple(given.shape)}")
@@ -359,7 +391,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int
     ) -> Float[Tensor, "B 1 V"] | None:
         """The logits of a decode step that a graph takes, in its memory until the next one; None for any other call."""
-        if ids is None or cache is None or not decodes(ids, mask, None, cache):
+        if ids is None or not isinstance(cache, CCQCache) or not decodes(ids, mask, None, cache):
             return None
         if cache.graph is not None and not cache.graph.has_room(cache.seen + 1):
             cache.graph.detach()
@@ -408,6 +440,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""
         if arguments.get("graph_length") is None:
             arguments["graph_length"] = generation_config.max_length
+        if generation_config.prefill_chunk_size is not None and arguments.get("past_key_values") is None:
+            arguments["past_key_values"] = CCQCache()  # transformers wants it before the first chunk
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
         try:
             if sampling.applies(self, generation_config, synced_gpus, arguments):
@@ -470,7 +504,7 @@ def arrange(
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("attention_mask: expected none beside cu_seqlens: packed sequences have no padding")
-        longest = columns = check_borders(cu_seqlens, batch, tokens)
+        longest = columns = longest_of(cu_seqlens, batch, tokens)
         borders = cu_seqlens.to(x.device, torch.int64)
         count = borders.shape[0] - 1
     elif mask is not None:
@@ -491,7 +525,7 @@ def arrange(
     return Layout(Sequences(count, borders, positions, longest), (batch, tokens), lengths, columns, real)
 
 
-def check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
+def longest_of(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
     """The longest of the packed sequences. Looks at the values: once a batch, and for all layers."""
     if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
         raise ValueError(
@@ -500,7 +534,5 @@ def check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
     if batch != 1:
         raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
     borders = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in pairwise(borders)]
-    if borders[0] != 0 or borders[-1] != tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens: expected borders from 0 to {tokens} that do not fall, got {borders}")
-    return max(lengths)
+    check_borders(borders, tokens)
+    return max(end - begin for begin, end in pairwise(borders))

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ccq.mixers.linear import watched
 from ccq.ops.dispatch import BackendFallbackWarning
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ def refusal(model: CCQForCausalLM) -> str | None:
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its weights are on several devices"
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{type(module).__name__} has hooks, which a graph would not call"
+        if watched(module):
+            return f"{type(module).__name__} has hooks or a forward put into it, which a graph would not call"
         if getattr(module, "intervention", None) is not None or getattr(module, "record", False):
             return f"{type(module).__name__} is watched or intervened in, which a graph would not do"
     return None

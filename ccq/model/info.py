@@ -73,7 +73,8 @@ def activations(model: CCQForCausalLM) -> int:
     for layer in model.model.blocks():
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
         read = max(
-            m.in_features for m in layer.mixer.modules() if isinstance(m, nn.Linear) and m.out_features == hidden
+            (m.in_features for m in layer.mixer.modules() if isinstance(m, nn.Linear) and m.out_features == hidden),
+            default=0,
         )
         norms = 1 if model.config.intermediate_size is None else 2
         total += sum(linear.out_features for linear in linears) + read + norms * hidden

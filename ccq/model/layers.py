@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.mixers.linear import fusible
+from ccq.mixers.linear import bare, fusible
 from ccq.mixers.norms import RMSNorm, fused
 
 __all__ = ["RMSNorm", "SwiGLU", "add_norm"]
@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
         if fused(gate):
             from fla.modules.activations import swiglu, swiglu_linear
 
-            if type(self.down_proj) is nn.Linear:  # an adapter in its place wants to be called
+            if bare(self.down_proj):
                 return swiglu_linear(gate, up, self.down_proj.weight, None)
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(F.silu(gate) * up)

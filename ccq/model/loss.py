@@ -66,6 +66,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        # they are kept as numbers: of what is computed from them, a derivative would lack the loss's own part
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the loss of a model has no second derivative (create_graph=True): take F.cross_entropy of its logits"
+            )
         d_hidden, d_weight = ctx.saved_tensors
         return (
             None if d_hidden is None else d_hidden * d_total.to(d_hidden.dtype),

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.ops import library, reference
-from ccq.ops.checks import check_call, check_values
+from ccq.ops.checks import check_call, check_values, refuse_transforms
 from ccq.ops.decode import Cleaning, decode_step
 from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError, backends
 from ccq.ops.gating import Gate, gate, plain_gate
@@ -78,9 +78,11 @@ def clean_query(
         q_clean, k_bar, state, _ = _reference(q, k, given, initial_state, cu_seqlens, centred, normalize)
         return q_clean, k_bar if normalize == "unit" else k, state if output_final_state else None
     by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
+    initial = _tensors(initial_state)
+    refuse_transforms("clean_query", q, k, *by, *initial[:2])
     # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
     q_clean, k_bar, _, _, _, second_moment, key_sum, count = torch.ops.ccq.clean_query(
-        q.contiguous(), k, *by, *_tensors(initial_state), cu_seqlens, centred, normalize, backend, output_final_state
+        q.contiguous(), k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
     )
     state = CovarianceState(second_moment, key_sum, count) if output_final_state else None
     return q_clean, k_bar if normalize == "unit" else k, state

@@ -11,8 +11,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ccq.ops.dispatch import NAMES, nearest
+from ccq.ops.dispatch import check_backend, nearest
 from ccq.ops.reference import stats_dtype
 from ccq.ops.state import CovarianceState
 
@@ -34,6 +35,8 @@ def check_call(
 ) -> None:
     """Raise unless the arguments fit together. `tokens`: q is [B, T, Hq, K], not the [B, Hq, K] of one step."""
     axes = "B, T, Hq, K" if tokens else "B, Hq, K"
+    if isinstance(lam, tuple) and len(lam) != 2:
+        raise TypeError(f"lam: expected a tensor, or a Gate of weight and bias, got a tuple of {len(lam)}")
     for name, x in (("q", q), ("k", k), ("lam", q if isinstance(lam, tuple) else lam)):
         check_float(name, x)
     if q.ndim != (4 if tokens else 3):
@@ -57,18 +60,16 @@ def check_call(
         )
     if k.dtype != q.dtype:
         raise TypeError(f"k: expected q's dtype {q.dtype}, got {k.dtype}")
-    _same_device("k", k, q)
+    same_device("k", k, q)
     if isinstance(lam, Tensor):
-        _same_device("lam", lam, q)
+        same_device("lam", lam, q)
     if not isinstance(centred, bool):
         raise TypeError(f"centred: expected True or False, got {centred!r}")
     if normalize not in NORMALIZE:
         raise ValueError(
             f"normalize: expected one of {', '.join(NORMALIZE)}, got {normalize!r}.{nearest(normalize, NORMALIZE)}"
         )
-    known = (*NAMES, "auto")
-    if backend not in known:
-        raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}.{nearest(backend, known)}")
+    check_backend(backend)
     sequences = q.shape[0]
     if cu_seqlens is not None:
         sequences = _check_cu_seqlens(cu_seqlens, q)
@@ -76,7 +77,7 @@ def check_call(
         _check_state("initial_state" if tokens else "state", state, sequences, k)
 
 
-def _same_device(name: str, x: Tensor, q: Tensor) -> None:
+def same_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
 
@@ -90,7 +91,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
         raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
     if q.shape[0] != 1:
         raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {q.shape[0]}")
-    _same_device("cu_seqlens", cu_seqlens, q)
+    same_device("cu_seqlens", cu_seqlens, q)
     return cu_seqlens.shape[0] - 1
 
 
@@ -99,8 +100,8 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
         raise TypeError(f"{name}: expected a CovarianceState, got {type(state).__name__}")
     heads, key_size = k.shape[-2], k.shape[-1]
     high = stats_dtype(k.dtype)
-    for field, x, shape, dtype in (
-        ("second_moment", state.second_moment, (sequences, heads, key_size, key_size), high),
+    for field, x, shape, dtype in (  # C as it is stored: reading it would mend it, and decoding asks at every token
+        ("second_moment", state._second_moment, (sequences, heads, key_size, key_size), high),
         ("key_sum", state.key_sum, (sequences, heads, key_size), high),
         ("count", state.count, (sequences,), torch.int64),
     ):
@@ -110,7 +111,7 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
             raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(x.shape)}")
         if x.dtype != dtype:
             raise TypeError(f"{name}.{field}: expected {dtype} for {k.dtype} keys, got {x.dtype}")
-        _same_device(f"{name}.{field}", x, k)
+        same_device(f"{name}.{field}", x, k)
 
 
 def check_float(name: str, x: Tensor) -> None:
@@ -133,8 +134,30 @@ def check_gate(q: Tensor, weight: Tensor, bias: Tensor) -> None:
             raise ValueError(f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(x.shape)}")
         if x.dtype != high:
             raise TypeError(f"{name}: expected {high} for {q.dtype} queries, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+        same_device(name, x, q)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode differentiation follows x."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
+    """Raise where PyTorch would drop a derivative without a word, or say something that helps nobody."""
+    if torch.compiler.is_compiling():
+        return
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    if any(has_tangent(x) for x in tensors if x is not None):
+        what = "in forward mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad)"
+    elif innermost is not None and innermost.key() == torch._C._functorch.TransformType.Grad:
+        what = "under torch.func.grad"
+    else:
+        what = None
+    if what is not None:
+        raise NotImplementedError(
+            f"{function} has no derivative {what} but with backend='reference', which is plain PyTorch; "
+            "torch.autograd.grad and .backward() work with every backend."
+        )
 
 
 def check_values(
@@ -143,7 +166,7 @@ def check_values(
     """Raise on values no sequence can have; `state` is what the caller calls it. NaN passes and shows in the output."""
     if lam.is_meta or (lam.device.type != "cpu" and os.environ.get("CCQ_CHECK") != "1"):
         return
-    if torch._C._functorch.is_batchedtensor(lam):  # under vmap no value can be looked at
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # under vmap no value can be looked at
         return
     if lam.numel():
         low, high = (x.item() for x in lam.detach().aminmax())

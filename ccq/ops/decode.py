@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import FLOATS
+from ccq.ops.checks import FLOATS, check_call, check_gate, check_values, same_device
 from ccq.ops.dispatch import resolve
 from ccq.ops.gating import Gate, gate
 from ccq.ops.reference import stats_dtype, unit
@@ -56,6 +56,9 @@ def decode_step(
 ) -> Float[Tensor, "B Hv V"]:
     """o_t for one more token of each sequence; `recurrent` and the covariance are updated in place.
 
+    Of the symmetric C a GPU updates one half only: read it as `covariance.second_moment`, which mends the other, and
+    not through a view of its memory that was taken before.
+
     Args:
         g: log-decay: one a value head [B, Hv], one a channel [B, H, K], or None for no decay.
         beta: strength of the delta rule; None writes additively.
@@ -71,7 +74,7 @@ def decode_step(
     """
     _check(q, k, v, recurrent, g, beta, cleaning)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
         from ccq.ops import fused_decode  # imports Triton
 
         return fused_decode.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)
@@ -125,5 +128,22 @@ def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
         raise ValueError(f"g: expected shape {(batch, value_heads)} or {(batch, heads, size)}, got {tuple(g.shape)}")
     if beta is not None and tuple(beta.shape) != (batch, value_heads):
         raise ValueError(f"beta: expected shape {(batch, value_heads)}, got {tuple(beta.shape)}")
-    if cleaning is not None and (cleaning.lam is None) == (cleaning.gate is None):
+    for name, x in (("v", v), ("recurrent", recurrent), ("g", g), ("beta", beta)):
+        if x is not None:
+            same_device(name, x, q)
+    if cleaning is None:
+        if k.dtype != q.dtype:
+            raise TypeError(f"k: expected q's dtype {q.dtype}, got {k.dtype}")
+        return
+    if (cleaning.lam is None) == (cleaning.gate is None):
         raise ValueError("cleaning: expected either lam or gate")
+    if cleaning.gate is not None:
+        raw = q if cleaning.raw is None else cleaning.raw
+        if raw.ndim != 3 or raw.shape[:2] != q.shape[:2]:
+            raise ValueError(f"cleaning.raw: expected shape {(batch, heads)} and a size, got {tuple(raw.shape)}")
+        check_gate(raw, *cleaning.gate)
+        same_device("cleaning.raw", raw, q)
+    lam = q[..., 0] if cleaning.lam is None else cleaning.lam  # the gate's will be of that shape
+    check_call(q, k, lam, cleaning.covariance, None, cleaning.centred, cleaning.normalize, "auto", tokens=False)
+    if cleaning.lam is not None:
+        check_values(lam, cleaning.covariance.count, None, 1, state="cleaning.covariance")

@@ -74,9 +74,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def check_backend(backend: str) -> None:
+    known = (*NAMES, "auto")
+    if backend not in known:
+        raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}.{nearest(backend, known)}")
+
+
 @functools.cache
 def resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int) -> str:
     """The backend that runs `backend` here. Cached, so a fallback warns once for each reason."""
+    check_backend(backend)
     if backend in ("reference", "chunk"):
         return backend
     refusal = triton_refuses(device, dtype, key_size)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import check_gate
+from ccq.ops.checks import check_gate, refuse_transforms
 from ccq.ops.dispatch import resolve
 from ccq.ops.reference import no_autocast
 
@@ -44,6 +44,9 @@ def gate(
     (torch.Size([2, 100, 4]), 0.01)
     """
     check_gate(q, weight, bias)
+    if backend == "reference":
+        return plain_gate(q, weight, bias)
+    refuse_transforms("gate", q, weight, bias)
     return torch.ops.ccq.gate(q, weight, bias, backend)
 
 
@@ -71,9 +74,9 @@ def _gate_backward(d_lam, q, weight, lam, backend):
 def plain_gate_backward(d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, W and b."""
     with no_autocast(q):
-        dz = (d_lam * lam * (1 - lam)).flatten(0, -2)
+        dz = (d_lam * lam * (1 - lam)).reshape(-1, weight.shape[0])
         dq = (dz @ weight).to(q.dtype).view(q.shape)
-        return dq, dz.mT @ q.flatten(-2).flatten(0, -2).to(dz.dtype), dz.sum(0)
+        return dq, dz.mT @ q.reshape(-1, weight.shape[1]).to(dz.dtype), dz.sum(0)
 
 
 def _backward(ctx, d_lam):

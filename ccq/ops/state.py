@@ -40,7 +40,11 @@ class CovarianceState:
 
     def _get_second_moment(self) -> Tensor:
         if self._lower:  # always, not once: a captured graph may have run since
-            self._second_moment.copy_(self._second_moment.tril() + self._second_moment.tril(-1).mT)
+            whole = self._second_moment.tril() + self._second_moment.tril(-1).mT
+            if self._second_moment.is_inference() and not torch.is_inference_mode_enabled():
+                self.second_moment = whole  # that one must not be changed here
+            else:
+                self._second_moment.copy_(whole)
         return self._second_moment
 
     def _set_second_moment(self, value: Tensor) -> None:

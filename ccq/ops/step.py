@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ccq.ops import reference
-from ccq.ops.checks import check_call, check_values
+from ccq.ops.checks import check_call, check_values, has_tangent
 from ccq.ops.dispatch import resolve
 from ccq.ops.state import CovarianceState
 
@@ -47,7 +48,8 @@ def clean_query_step(
         if resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton" and not differentiable:
             from ccq.ops import fused_step  # imports Triton
 
-            state = state if inplace else state.clone()
+            if not inplace:
+                state = pytree.tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), state)
             q_clean, k_bar = fused_step.step(q, k, lam, state, centred, normalize)
             return q_clean, k_bar, state
     if not inplace:
@@ -59,7 +61,6 @@ def clean_query_step(
 
 def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState) -> str | None:
     """The first argument that autograd is to follow."""
-    if not torch.is_grad_enabled():
-        return None
+    backward = torch.is_grad_enabled()
     named = (("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum))
-    return next((name for name, x in named if x.requires_grad), None)
+    return next((name for name, x in named if (backward and x.requires_grad) or has_tangent(x)), None)

@@ -37,7 +37,7 @@ def looking(model: nn.Module) -> Iterator[None]:
 def call(model: Any, batch: Batch, device: torch.device, **options: Any) -> Any:
     """The model on a batch: the loss at scored positions, no logits. Borders stay on the host, which looks at them."""
     ids, labels = (x.to(device, non_blocking=True) for x in (batch.input_ids, batch.labels))
-    return model(ids, shift_labels=labels, cu_seqlens=batch.cu_seqlens, use_cache=False, **options)
+    return model(ids, targets=labels, cu_seqlens=batch.cu_seqlens, use_cache=False, **options)
 
 
 def validate(model: Any, config: Config, world: World, source: TokenWindows | MQAR) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -129,3 +131,30 @@ def test_only_plain_linears_are_fused(monkeypatch):
     assert linear.project(x, given, "triton")[0].requires_grad
     monkeypatch.setattr(norms, "FUSED", False)
     assert not fused()
+
+
+@pytest.mark.parametrize("kind", ["hook", "another forward"])
+def test_down_projection_is_called_where_somebody_looks(kind, monkeypatch):
+    """On a GPU, with fla's kernels: here PyTorch stands for them."""
+    from ccq.model import layers
+
+    activations = types.ModuleType("fla.modules.activations")
+    activations.swiglu = lambda gate, up: F.silu(gate) * up
+    activations.swiglu_linear = lambda gate, up, weight, bias: F.linear(F.silu(gate) * up, weight, bias)
+    monkeypatch.setitem(sys.modules, "fla.modules.activations", activations)
+    monkeypatch.setattr(layers, "fused", lambda x: True)
+    mlp, x = layers.SwiGLU(8, 16), torch.randn(2, 3, 8)
+    plain = mlp(x)
+    if kind == "hook":
+        mlp.down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        forward = mlp.down_proj.forward
+        mlp.down_proj.forward = lambda x: 2 * forward(x)
+    torch.testing.assert_close(mlp(x), 2 * plain)
+
+
+def test_a_linear_with_another_forward_is_called():
+    given = nn.Linear(16, 8, bias=False)
+    given.forward = lambda x: x.new_ones(x.shape[0], 8)
+    with torch.no_grad():
+        assert linear.project(torch.randn(2, 16), [given], "triton")[0].equal(torch.ones(2, 8))

@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import relative, tokens
+from model_helpers import make_model, relative, tokens
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
@@ -412,6 +412,14 @@ def test_options_that_our_layers_do_not_have(model_type, changes, message, sourc
 def test_all_refused_options_are_named_at_once(source, tmp_path):
     with pytest.raises(ValueError, match=r"(?s)hidden_size.*clamp_min.*use_gv.*novelty"):
         convert(source("gla", {}, use_gv=True, clamp_min=0, novelty=1, hidden_size=-1), tmp_path / "x")
+
+
+@pytest.mark.parametrize("system", ["gla", "transformer"])
+def test_layers_that_fla_has_not_are_refused(system, tmp_path):
+    make_model(f"{system}+base-conv").save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="base_conv_size: expected None, got 3"):
+        convert(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,12 @@ def test_gradients_with_checkpointing_are_equal(system):
 def test_gradients_flow_through_padding_and_cache(system):
     """The gradient of a loss over pieces and padded rows is that of the whole."""
     model, ids = make_model(system, num_hidden_layers=1).double(), tokens(2, 12)
-    whole = model(ids, shift_labels=ids).loss
+    whole = model(ids, targets=ids).loss
     ref = torch.autograd.grad(whole, list(model.parameters()))
-    first = model(ids[:, :7], shift_labels=ids[:, :7], use_cache=True)
+    first = model(ids[:, :7], targets=ids[:, :7], use_cache=True)
     padded = F.pad(ids[:, 7:], (0, 2))
     mask = F.pad(torch.ones(2, 5), (0, 2))
-    second = model(padded, attention_mask=mask, shift_labels=padded, past_key_values=first.past_key_values)
+    second = model(padded, attention_mask=mask, targets=padded, past_key_values=first.past_key_values)
     assert (first.scored, second.scored) == (14, 10)
     pieces = (first.loss * 14 + second.loss * 10) / 24
     got = torch.autograd.grad(pieces, list(model.parameters()))
@@ -331,8 +331,8 @@ def test_bad_calls_are_named(system):
             "attention_mask: expected shape \\[2, 5\\]",
         ),
         ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "batch of 2"),
-        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4])}, ValueError, "from 0 to 5"),
-        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4, 3, 5])}, ValueError, "do not fall"),
+        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4])}, ValueError, "end at T = 5"),
+        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4, 3, 5])}, ValueError, "no decrease"),
         ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0.0, 5.0])}, ValueError, "integers"),
         (
             {"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.zeros(1, 5)},
@@ -343,7 +343,7 @@ def test_bad_calls_are_named(system):
         ({"input_ids": ids[:1, :1], "past_key_values": cache}, ValueError, "1 sequences, got one of 2"),
         ({"input_ids": ids, "past_key_values": ()}, TypeError, "expected a CCQCache, got tuple"),
         ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, "labels: expected shape \\(2, 5\\)"),
-        ({"input_ids": ids, "labels": ids, "shift_labels": ids}, ValueError, "got both"),
+        ({"input_ids": ids, "labels": ids, "targets": ids}, ValueError, "got both"),
         ({"input_ids": ids, "position_idz": ids}, TypeError, "position_idz"),
     ):
         with pytest.raises(error, match=words):
@@ -364,3 +364,93 @@ def test_a_copied_model_is_its_own():
     with torch.no_grad():
         twin.lm_head.weight.zero_()
     assert model(tokens(1, 3)).logits.abs().sum() > 0
+
+
+class Adapter(torch.nn.Module):
+    """As adapters are: it has the weight of what it stands for, and adds to it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "bias", "hook", "another forward"])
+def test_loss_is_of_the_head_as_it_is_called(kind):
+    model, ids = make_model("gla"), tokens(2, 9)
+    head = model.lm_head
+    if kind == "adapter":
+        model.lm_head = Adapter(head)
+    elif kind == "bias":
+        model.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    elif kind == "hook":
+        head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        plain = head.forward
+        head.forward = lambda x: 3 * plain(x)
+    before = F.linear(model(ids, output_hidden_states=True).hidden_states[-1], head.weight)
+    logits = model(ids).logits
+    assert (logits - before).abs().max() > 0.1  # it does something
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    out = model(ids, labels=ids)
+    torch.testing.assert_close(out.loss, expected)
+    assert out.scored == 16
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.lm_head.parameters())
+
+
+def test_config_asks_for_hidden_states():
+    model = make_model("gla", output_hidden_states=True)
+    assert len(model(tokens(1, 4)).hidden_states) == model.config.num_hidden_layers + 1
+    assert model(tokens(1, 4), output_hidden_states=False).hidden_states is None
+    assert len(model.model(tokens(1, 4)).hidden_states) == model.config.num_hidden_layers + 1
+
+
+def test_attentions_are_refused():
+    with pytest.raises(ValueError, match="output_attentions: expected False"):
+        shared_model("gla")(tokens(1, 4), output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions: expected False"):
+        shared_model("transformer").generate(
+            tokens(1, 4), max_new_tokens=1, output_attentions=True, return_dict_in_generate=True
+        )
+
+
+def test_trainer_of_transformers_finds_one_argument_of_labels():
+    """It evaluates no loss where a batch lacks any argument with "label" in its name."""
+    from transformers.utils.generic import find_labels
+
+    assert find_labels(CCQForCausalLM) == ["labels"]
+
+
+@each_system
+def test_to_double_and_to_half(system):
+    """What stays in fp32 in a half-precision model does so from fp64 too."""
+    model = make_model(system).double().half()
+    wide = {p.dtype for p in model.parameters()}
+    assert wide <= {torch.float16, torch.float32}
+    assert make_model(system).half().state_dict().keys() == model.state_dict().keys()
+    for name, tensor in make_model(system).half().state_dict().items():
+        assert model.state_dict()[name].dtype == tensor.dtype, name
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("made_by", "words"),
+    [
+        ("ccq-gla", "got covariance, recurrent: the cache of another model"),
+        ("transformer", "got k, length, v"),
+        ("three layers", "expected a cache of 2 layers, got one of 3"),
+    ],
+)
+def test_cache_of_another_model_is_refused(made_by, words):
+    other = make_model("gla", num_hidden_layers=3) if made_by == "three layers" else shared_model(made_by)
+    cache = other(tokens(2, 4), use_cache=True).past_key_values
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=words):
+            shared_model("gla")(tokens(2, count), past_key_values=cache)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_helpers import CLOSE, SYSTEMS, make_model, shared_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ccq import cli
 from ccq.model import CCQCache, graphs
@@ -284,7 +284,7 @@ def test_what_a_graph_would_not_do_goes_without(cpu_graphs):
     )
     assert [len(states) for states in out.hidden_states] == [3] * 4
     cache = model(prompt).past_key_values
-    assert model(prompt[:, :1], shift_labels=prompt[:, :1], past_key_values=cache, graph_length=9).loss is not None
+    assert model(prompt[:, :1], targets=prompt[:, :1], past_key_values=cache, graph_length=9).loss is not None
     assert "_graph" not in model.__dict__
 
 
@@ -409,3 +409,22 @@ def test_the_command_names_mistakes(arguments, words, capsys):
 def test_the_command_names_a_missing_folder(capsys):
     assert cli.main(["generate", "./nowhere", "--prompt", "a"]) == 1
     assert "ccq generate: ./nowhere: there is no such folder" in capsys.readouterr().err
+
+
+def test_chunks_of_a_long_prompt_without_a_cache_of_ones_own():
+    model, prompt = shared_model("ccq-gla"), tokens(2, 21)
+    got = model.generate(prompt, max_new_tokens=6, do_sample=False, prefill_chunk_size=8)
+    assert torch.equal(got, greedy(model, prompt, 6))
+
+
+def test_the_cache_of_another_library_is_named():
+    with pytest.raises(TypeError, match="expected a CCQCache, got DynamicCache"):
+        shared_model("ccq-gla").generate(tokens(1, 4), max_new_tokens=2, past_key_values=DynamicCache())
+
+
+def test_a_forward_of_ones_own_keeps_a_model_out_of_graphs(cpu_graphs):
+    model = make_model("gla")
+    assert graphs.refusal(model) is None
+    linear = model.model.layers[0].mlp.up_proj
+    linear.forward = lambda x: x
+    assert "a forward put into it" in graphs.refusal(model)

@@ -73,3 +73,17 @@ def test_the_command_names_mistakes(arguments, words, capsys):
         cli.main(["info", *arguments])
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_mixer_without_linears(monkeypatch):
+    from ccq.mixers.base import MIXERS, Mixer
+
+    class Nothing(Mixer):
+        def state_bytes(self, length=0):
+            return 0
+
+        def flops(self, length):
+            return 0.0
+
+    monkeypatch.setitem(MIXERS, "nothing", Nothing)
+    assert info(CCQConfig.preset("gla-tiny", mixer="nothing")).activation_bytes > 0

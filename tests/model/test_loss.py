@@ -78,3 +78,11 @@ def test_logits_of_a_chunk_only(monkeypatch):
     )
     linear_cross_entropy(hidden, weight, targets)
     assert seen == [(10, 100)] * 20  # 200 scored tokens
+
+
+def test_a_second_derivative_is_refused():
+    """Its gradient is kept as numbers, so that of the gradient would lack the loss's own part."""
+    hidden, weight, targets = case()
+    total, _ = linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(total, hidden, create_graph=True)

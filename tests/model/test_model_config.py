@@ -93,3 +93,8 @@ def test_loading_a_config_with_a_typo_raises(tmp_path):
     file.write_text(file.read_text().replace('"clean"', '"cleaned"'))
     with pytest.raises(TypeError, match="Did you mean 'clean'"):
         CCQConfig.from_pretrained(tmp_path)
+
+
+def test_mamba2_without_a_convolution_is_refused():
+    with pytest.raises(ValueError, match="conv_size: Mamba2"):
+        CCQConfig.preset("mamba2-tiny", conv_size=None)

@@ -187,3 +187,22 @@ def test_initialisation(system):
             torch.testing.assert_close(parameter.sigmoid(), torch.full_like(parameter, 0.01))
         if name.endswith("gate_weight"):
             assert (parameter == 0).all()
+
+
+def test_a_head_with_a_bias_that_the_model_lacks_raises(tmp_path):
+    shared_model("gla").save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.bias": torch.zeros(256)}))
+    with pytest.raises(ValueError, match=r"unexpected lm_head\.bias"):
+        CCQForCausalLM.from_pretrained(tmp_path)
+    CCQModel.from_pretrained(tmp_path)  # which has no head at all
+
+
+@each_system
+def test_made_in_half_precision(system):
+    model = CCQForCausalLM._from_config(make_config(system), dtype=torch.bfloat16)
+    assert all(p.isfinite().all() for p in model.parameters())
+    for module in model.modules():
+        if type(module).__name__ == "Hedgehog":  # rows or columns of length 1 at right angles
+            w = module.weight.double()
+            w = w if w.shape[0] <= w.shape[1] else w.mT
+            torch.testing.assert_close(w @ w.mT, torch.eye(len(w), dtype=w.dtype), rtol=0, atol=0.02)

@@ -218,3 +218,66 @@ def test_a_captured_step_decodes_as_an_eager_one():
     assert torch.equal(torch.stack(got), eager)
     assert torch.equal(captured[1].second_moment, states[1].second_moment)
     assert captured[1].count.tolist() == [8, 8]
+
+
+def one_token(B=2, H=2, K=16, V=8):
+    (q, k, v, g, _), recurrent = draw("gla", K, V, torch.float32, T=1, B=B, H=H)
+    return (q[:, 0], k[:, 0], v[:, 0], recurrent, g[:, 0]), CovarianceState.zeros(B, H, K)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("one sequence of two", r"second_moment: expected shape \(2, 2, 16, 16\), got \(1, 2, 16, 16\)"),
+        ("three heads", r"second_moment: expected shape \(2, 2, 16, 16\), got \(2, 3, 16, 16\)"),
+        ("fp64", "second_moment: expected torch.float32"),
+        ("lam of another shape", r"lam: expected shape"),
+        ("lam of 5", "lam: expected values from 0 to 1"),
+        ("a narrow gate", r"weight: expected shape \(2, 32\)"),
+        ("a raw query of other heads", r"cleaning.raw: expected shape"),
+        ("normalize", "Did you mean 'unit'"),
+        ("keys in bf16", "k: expected q's dtype"),
+    ],
+)
+def test_a_cleaning_that_does_not_fit_is_refused(what, words, backend):
+    (q, k, *rest), seen = one_token()
+    by = {"lam": torch.full((2, 2), 0.5)}
+    gate_of = lambda width: (torch.zeros(2, width), torch.zeros(2))  # noqa: E731
+    if what == "one sequence of two":
+        seen = seen.index_select(torch.tensor([0]))
+    elif what == "three heads":
+        seen = CovarianceState.zeros(2, 3, 16)
+    elif what == "fp64":
+        seen = seen.to(dtype=torch.float64)
+    elif what == "lam of another shape":
+        by = {"lam": torch.full((2, 7, 2), 0.5)}
+    elif what == "lam of 5":
+        by = {"lam": torch.full((2, 2), 5.0)}
+    elif what == "a narrow gate":
+        by = {"gate": gate_of(31)}
+    elif what == "a raw query of other heads":
+        by = {"gate": gate_of(32), "raw": torch.zeros(2, 4, 8)}
+    elif what == "normalize":
+        by |= {"normalize": "unti"}
+    else:
+        k = k.bfloat16()
+    with pytest.raises((ValueError, TypeError), match=words):
+        ccq.ops.decode_step(q, k, *rest, cleaning=Cleaning(seen, **by), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_sequence_at_all(backend):
+    arguments, seen = one_token(B=0)
+    out = decode_step(*arguments, cleaning=Cleaning(seen, lam=torch.zeros(0, 2)), backend=backend)
+    assert out.shape == (0, 2, 8)
+
+
+def test_a_covariance_of_inference_mode_can_be_read_outside():
+    arguments, _ = one_token()
+    with torch.inference_mode():
+        seen = CovarianceState.zeros(2, 2, 16)
+        ccq.ops.decode_step(*arguments, cleaning=Cleaning(seen, lam=torch.zeros(2, 2)), backend="triton")
+    key = torch.nn.functional.normalize(arguments[1], dim=-1)
+    torch.testing.assert_close(seen.clone().second_moment, key[..., :, None] * key[..., None, :], rtol=0, atol=1e-6)
+    assert seen.second_moment.mT.equal(seen.second_moment)

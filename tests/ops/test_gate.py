@@ -174,3 +174,13 @@ def test_bad_input_is_named(changed, kind, message):
     good = {"q": torch.ones(2, 3, 4), "weight": torch.ones(3, 12), "bias": torch.ones(3)}
     with pytest.raises(kind, match=message):
         ccq.ops.gate(**good | changed)
+
+
+def test_gate_of_a_single_token():
+    check((3, 8), torch.float64, "chunk")
+
+
+def test_an_unknown_backend_is_named():
+    q, weight, bias, _ = case((2, 5, 3, 16), torch.float32)
+    with pytest.raises(ValueError, match=r"got 'tritn'\. Did you mean 'triton'"):
+        gate(q, weight, bias, backend="tritn")

@@ -11,7 +11,7 @@ from helpers import BACKENDS, NORMALIZE, TOLERANCE, Case, assert_close, make_cas
 from torch import Tensor, nn
 
 from ccq import CovarianceState, clean_query, clean_query_step
-from ccq.ops import correction
+from ccq.ops import correction, gate
 
 SHAPES = {
     "begun": {"T": 5},
@@ -364,3 +364,56 @@ def test_graph_and_saved_memory_are_linear_in_the_length():
         saved.append(sum(x.nbytes for x in saved_for_backward(case)))
     assert nodes[0] == nodes[1]
     assert saved[1] == 10 * saved[0]
+
+
+def tangents(function, *primals):
+    return torch.func.jvp(function, primals, tuple(torch.ones_like(x) for x in primals))
+
+
+# PyTorch scripts its decompositions at the first use
+forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+
+@forward_mode
+@pytest.mark.parametrize("through", ["clean_query", "gate", "clean_query by a gate"])
+def test_forward_mode_is_refused_not_dropped(through):
+    case = make_case(T=3)
+    by = make_gate(case)
+    function = {
+        "clean_query": lambda q, k, lam: clean_query(q, k, lam, backend="chunk")[0],
+        "gate": lambda q, k, lam: gate(q, *by, backend="chunk"),
+        "clean_query by a gate": lambda q, k, lam: clean_query(q, k, by, backend="chunk")[0],
+    }[through]
+    with pytest.raises(NotImplementedError, match=r"forward mode.*backend='reference'"):
+        tangents(function, *case.args)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"forward mode"):
+        tangents(function, *case.args)
+
+
+@forward_mode
+def test_forward_mode_of_the_reference_is_its_derivative():
+    case = make_case(T=3)
+    got = tangents(mapped("reference"), *case.args)[1]
+    step = 1e-6
+    ahead, behind = (clean_query(*(x + s * step for x in case.args[:2]), case.lam)[0] for s in (1, -1))
+    by_lam = clean_query(case.q, case.k, torch.zeros_like(case.lam))[0] - clean_query(case.q, case.k, case.lam)[0]
+    expected = (ahead - behind) / (2 * step) - by_lam / case.lam[..., None]  # linear in lam
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-7)
+
+
+def test_gradients_of_torch_func_are_refused_with_a_way_out():
+    case = make_case(B=2, T=3)
+    total = lambda *args: mapped("chunk")(*args).square().sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"torch.func.grad.*backend='reference'"):
+        torch.func.grad(total)(*case.args)
+    with pytest.raises(NotImplementedError, match=r"torch.func.grad"):
+        torch.vmap(torch.func.grad(total))(*(x[:, None] for x in case.args))
+
+
+def test_gradients_of_each_sample_by_the_reference():
+    case = make_case(B=2, T=3)
+    total = lambda *args: mapped("reference")(*args).square().sum()  # noqa: E731
+    got = torch.vmap(torch.func.grad(total))(*(x[:, None] for x in case.args))
+    q = case.q.clone().requires_grad_()
+    expected = torch.autograd.grad(total(q, case.k, case.lam), q)[0]
+    torch.testing.assert_close(got[:, 0], expected)

@@ -11,7 +11,7 @@ import torch
 from helpers import TOLERANCE, assert_close, clean_query, make_case, unit_vector
 from torch.utils import _pytree as pytree
 
-from ccq import CovarianceState
+from ccq import CovarianceState, clean_query_step
 
 FIELDS = ("second_moment", "key_sum", "count")
 FP64 = TOLERANCE[torch.float64]
@@ -134,3 +134,15 @@ def test_is_a_pytree(state):
     doubled = pytree.tree_map(lambda x: 2 * x, state)
     assert isinstance(doubled, CovarianceState)
     assert_equal(doubled, state + state)
+
+
+@pytest.mark.parametrize("backend", ["chunk", "triton"])
+def test_a_strided_state_goes_through_a_functional_step(backend):
+    """Only an update in place asks for its own memory."""
+    C = torch.eye(4).expand(2, 3, 4, 4).contiguous().mT
+    state = CovarianceState(C, torch.ones(2, 3, 4), torch.ones(2, dtype=torch.int64))
+    assert not state.second_moment.is_contiguous()
+    q, k, lam = torch.ones(2, 3, 4), torch.ones(2, 3, 4), torch.full((2, 3), 0.5)
+    _, _, after = clean_query_step(q, k, lam, state, backend=backend)
+    torch.testing.assert_close(after.second_moment, C + 0.25)
+    assert state.count.tolist() == [1, 1]

@@ -196,7 +196,7 @@ def _transformer_back(config: CCQConfig) -> dict[str, Any]:
     }
 
 
-_PLAIN = {"clean": False, "current_key_read": False}
+_PLAIN = {"clean": False, "current_key_read": False, "base_conv_size": None}
 
 # by model_type in fla's config.json
 FAMILIES = {
@@ -292,7 +292,7 @@ FAMILIES = {
         names=_ATTN_NAMES,
         options=_transformer,
         fla_options=_transformer_back,
-        needs={},
+        needs={"base_conv_size": None},
         unused=(".attn.rotary.inv_freq",),
     ),
 }  # fmt: skip
