@@ -45,7 +45,7 @@ EXTRAS = {
     "transformers": "model",
     "triton": "gpu",
     "tyro": "train",
-    "wonderwords": "eval",
+    "wonderwords": "train",
     "zstandard": "train",
 }
 

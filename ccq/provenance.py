@@ -32,8 +32,15 @@ def provenance(command: str | None = None) -> dict:
         except importlib.metadata.PackageNotFoundError:
             continue
     told = os.environ.get("CCQ_COMMIT", "")  # set where the code travels without git: `git describe --always --dirty`
-    commit = told.removesuffix("-dirty") or git("rev-parse", "HEAD")
-    dirty = told.endswith("-dirty") if told else bool(git("status", "--porcelain", "--untracked-files=no"))
+    commit: str | None
+    dirty: bool | None  # None: not known
+    if told:
+        commit, dirty = told.removesuffix("-dirty"), told.endswith("-dirty")
+    elif git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        commit = dirty = None  # the repository around an installed package is someone else's
+    else:
+        commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+        dirty = None if changes is None else bool(changes)
     origin: dict[str, Any] = {
         "command": command or command_of(sys.argv),
         "commit": commit,

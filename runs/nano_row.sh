@@ -24,10 +24,14 @@ if [ -z "$rate" ]; then
   ) 9> "$out/sweep/$row.lock"
   rate=$(python3 - "$out/sweep/$row" <<'P'
 import json, sys
-def loss(lr):
+def loss(lr):  # after the last step; null where the run diverged
     rows = map(json.loads, open(f"{sys.argv[1]}-{lr}/log.jsonl"))
-    return [r["valid_loss"] for r in rows if r.get("valid_loss") is not None][-1]
-print(min(("1e-3", "2e-3", "4e-3"), key=loss))
+    last = [r["valid_loss"] for r in rows if "valid_loss" in r][-1]
+    return float("inf") if last is None else last
+losses = {lr: loss(lr) for lr in ("1e-3", "2e-3", "4e-3")}
+if min(losses.values()) == float("inf"):
+    sys.exit(f"{sys.argv[1]}: no rate has a validation loss after the last step, all of {', '.join(losses)} diverged")
+print(min(losses, key=losses.get))
 P
 )
 fi

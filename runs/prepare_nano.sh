@@ -9,7 +9,8 @@ data=$1 out=$2
 prepare() { ccq data prepare "$data/train" --exclude 'valid*' --tokenizer "$out/tokenizer" ${WORKERS:+--workers $WORKERS} "$@"; }
 needles=(--needles 0.1 --needle-length 300 12000 --needle-exclude "$data/eval/PaulGrahamEssays.json.zst")
 
-[ -d "$out/tokenizer" ] || ccq data tokenizer "$data/train" --exclude 'valid*' --sample 150M --out "$out/tokenizer"
+[ -f "$out/tokenizer/tokenizer.json" ] ||
+  ccq data tokenizer "$data/train" --exclude 'valid*' --sample 150M --out "$out/tokenizer"
 ccq data prepare "$data/train/valid.jsonl.zst" --tokenizer "$out/tokenizer" --out "$out/valid"
 prepare "${needles[@]}" --out "$out/needles"
 prepare --out "$out/plain"

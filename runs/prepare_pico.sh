@@ -16,7 +16,8 @@ done
 text=("$data"/train/{gutenberg_0,elife_0,openstax_0,openstax_1,techdocs}.jsonl.zst)
 prepare() { ccq data prepare "$@" "${filters[@]}" --tokenizer "$out/tokenizer" ${WORKERS:+--workers $WORKERS}; }
 
-[ -d "$out/tokenizer" ] || ccq data tokenizer "${text[@]}" "${filters[@]}" --vocab-size 8192 --out "$out/tokenizer"
+[ -f "$out/tokenizer/tokenizer.json" ] ||
+  ccq data tokenizer "${text[@]}" "${filters[@]}" --vocab-size 8192 --out "$out/tokenizer"
 prepare "${text[@]}" --out "$out/train" \
   --needles 0.5 --needle-length 300 6000 --needle-exclude "$data/eval/PaulGrahamEssays.json.zst"
 prepare "$data/train/valid.jsonl.zst" --out "$out/valid" # of the same sources, held out of the above; no needles

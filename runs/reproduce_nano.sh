@@ -45,11 +45,15 @@ pico() { # ROW FOLDER [OPTION...]
     ccq eval $out/models/$name --suite length --tasks pg19,govreport,elife --lengths 512,1024,2048,4096,8192,16384 \
       --limit 24 --data "$DATA/eval" --out $out/scored/$name
 }
+failed="" pids=""
 for row in gla gla_unit ccq_gla; do
   pico $row runs/pico/conv --model.conv-size 4 &
+  pids="$pids $!"
   pico $row runs/pico/plain &
+  pids="$pids $!"
 done
-wait
+for pid in $pids; do wait "$pid" || failed=1; done # a bare `wait` forgets how they ended
+[ -z "$failed" ] || { echo "One of the models of part C failed, see above; what follows takes all six." >&2; exit 1; }
 python runs/ship_pico.py --data runs/pico/data --plain-runs runs/pico/plain/runs --plain-scored runs/pico/plain/scored \
   --models runs/pico/conv/models --runs runs/pico/conv/runs --scored runs/pico/conv/scored
 for row in gla gla_unit ccq_gla; do # what of it docs/results.md is made from

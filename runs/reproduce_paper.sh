@@ -30,7 +30,7 @@ done
 
 # 1. Tokens: 40B of FineWeb-Edu, and 10M of its first documents, which training skips, to validate on
 fineweb=(--dataset HuggingFaceFW/fineweb-edu --subset sample-100BT)
-[ -d "$out/tokenizer" ] || ccq data tokenizer "${fineweb[@]}" --sample 2G --out "$out/tokenizer"
+[ -f "$out/tokenizer/tokenizer.json" ] || ccq data tokenizer "${fineweb[@]}" --sample 2G --out "$out/tokenizer"
 ccq data prepare "${fineweb[@]}" --tokenizer "$out/tokenizer" --out "$out/valid" --max-tokens 10M
 ccq data prepare "${fineweb[@]}" --tokenizer "$out/tokenizer" --out "$out/train" --skip 20000 --max-tokens 40G
 
@@ -38,17 +38,23 @@ ccq data prepare "${fineweb[@]}" --tokenizer "$out/tokenizer" --out "$out/train"
 for recipe in "${recipes[@]}"; do
   torchrun --nproc-per-node "$gpus" -m ccq train "$recipe" --run-dir "$out/$recipe" \
     --data.path "$out/train" --data.valid-path "$out/valid"
-  [ -d "$out/$recipe/model" ] || ccq export "$out/$recipe" "$out/$recipe/model" --dtype bf16
+  [ -f "$out/$recipe/model/config.json" ] || ccq export "$out/$recipe" "$out/$recipe/model" --dtype bf16
 done
 
-# 3. The four axes, a model a GPU
+# 3. The four axes, a model a GPU; one that fails does not keep the others, and this script says so at its end
+failed="" pids=""
+finished() { # a bare `wait` forgets how they ended
+  for pid in $pids; do wait "$pid" || failed=1; done
+  pids=""
+}
 gpu=0
 for recipe in "${recipes[@]}"; do
   CUDA_VISIBLE_DEVICES=$gpu ccq eval "$out/$recipe/model" --suite lm,niah,length,longbench --out "$out/$recipe/eval" &
+  pids="$pids $!"
   gpu=$(((gpu + 1) % gpus))
-  [ "$gpu" != 0 ] || wait
+  [ "$gpu" != 0 ] || finished
 done
-wait
+finished
 
 # 4. What the gate does, what is lost without cleaning, and where keys lie
 for size in $sizes; do
@@ -77,3 +83,4 @@ ccq bench decode --out "$out/bench/decode.json"
 
 # 6. The page: the paper's tables and figures with these numbers beside the paper's, and the verdict on its claims
 ccq report "$out" -o "$out/report"
+[ -z "$failed" ] || { echo "An evaluation of part 3 failed, see above: the report lacks it." >&2; exit 1; }

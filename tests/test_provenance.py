@@ -1,5 +1,6 @@
 """Every result and every run says where it comes from."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,34 @@ def test_the_commit_is_gits_or_what_the_environment_says(monkeypatch):
     assert provenance()["commit"] == (done.stdout.strip() if done.returncode == 0 else None)
     assert {"python", "torch", "ccq"} <= provenance()["versions"].keys()
     assert provenance().get("gpu") or provenance()["cpu"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git found")
+def test_the_repository_around_an_installed_package_is_not_ours(tmp_path, monkeypatch):
+    def git(*arguments):
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    installed = tmp_path / ".venv" / "ccq" / "provenance.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("1")
+    monkeypatch.delenv("CCQ_COMMIT", raising=False)
+    monkeypatch.setattr("ccq.provenance.__file__", str(installed))
+    if subprocess.run(["git", "-C", str(tmp_path), "rev-parse"], capture_output=True).returncode:
+        assert (provenance()["commit"], provenance()["dirty"]) == (None, None)  # no repository at all
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    git("add", ".gitignore")
+    git("commit", "-qm", "theirs")
+    (tmp_path / ".gitignore").write_text(".venv\n*.o\n")
+    assert (provenance()["commit"], provenance()["dirty"]) == (None, None)
+    git("add", "-f", "-A", ".")
+    git("add", "-f", ".venv")
+    git("commit", "-qm", "ours")
+    assert (provenance()["commit"], provenance()["dirty"]) == (git("rev-parse", "HEAD"), False)
+    installed.write_text("2")
+    assert provenance()["dirty"] is True
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,32 +25,38 @@ with open({log!r}, "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
 if "python" in sys.argv[0]:
     print("2e-3")  # the learning rate that a script asks for
+sys.exit("FAILS" in os.environ and " ".join(sys.argv[1:]).startswith(os.environ["FAILS"]))
 """
 BASH = shutil.which("bash")
 
 
 def commands_of(script, folder, **environment):
-    """What a script calls, in order, as lists of words."""
-    import sys
+    """What a script calls of `ccq`, in order, as lists of words."""
+    done, calls = run_script(script, folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return [words_of_ccq(call) for call in calls if words_of_ccq(call) is not None]
 
+
+def run_script(script, folder, stubbed=STUBS, arguments=ARGUMENTS, **environment):
+    """How a script ends, and what it calls, in order; FAILS names the call that fails by how it begins."""
     log = folder / "calls.jsonl"
     stubs = folder / "bin"
     stubs.mkdir()
-    for name in STUBS:
+    for name in stubbed:
         (stubs / name).write_text(STUB.format(python=sys.executable, log=str(log)))
         (stubs / name).chmod(0o755)
+    if "python3" not in stubbed:
+        (stubs / "python3").symlink_to(sys.executable)
     (folder / "runs").mkdir()
     for each in SCRIPTS:  # they call each other
         shutil.copy(each, folder / "runs" / each.name)
     path = os.pathsep.join([str(stubs), os.defpath])
     done = subprocess.run(
-        [BASH, f"runs/{script.name}", *ARGUMENTS.get(script.name, ["DATA", "OUT"])], cwd=folder,
+        [BASH, f"runs/{script.name}", *arguments.get(script.name, ["DATA", "OUT"])], cwd=folder,
         env={"PATH": path, "DATA": "DATA", **environment},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    calls = [json.loads(line) for line in log.read_text().splitlines()]
-    return [words_of_ccq(call) for call in calls if words_of_ccq(call) is not None]
+    return done, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def words_of_ccq(call):
@@ -128,6 +135,65 @@ def test_the_paper_is_reproduced_with_its_systems_and_scales(tmp_path):
 def test_the_plan_alone_trains_nothing(tmp_path):
     commands = commands_of(RUNS / "reproduce_paper.sh", tmp_path, PLAN_ONLY="1", SIZES="500m")
     assert [words[0] for words in commands] == ["plan"] * 8
+
+
+@needs_bash
+def test_an_evaluation_that_fails_is_told_at_the_end(tmp_path):
+    script = RUNS / "reproduce_paper.sh"
+    done, calls = run_script(script, tmp_path, SIZES="500m", GPUS="3", FAILS="eval DATA/gla_500m/model ")
+    assert done.returncode == 1
+    assert "An evaluation of part 3 failed" in done.stderr
+    assert sum(call[1] == "eval" for call in calls) == 8, "the others still run"
+    assert calls[-1][1] == "report"
+
+
+@needs_bash
+@pytest.mark.parametrize("fails", ["train gla_unit_pico ", "export runs/pico/plain/runs/ccq-gla-pico "])
+def test_no_models_ship_where_one_failed(tmp_path, fails):
+    done, calls = run_script(RUNS / "reproduce_nano.sh", tmp_path, FAILS=fails)
+    assert done.returncode == 1
+    assert "One of the models of part C failed" in done.stderr
+    assert not any("runs/ship_pico.py" in call for call in calls)
+
+
+@needs_bash
+def test_what_was_cut_off_is_made_again_and_what_is_whole_is_not(tmp_path):
+    for folder, file in (("gla_500m", "tokenizer.json"), ("mamba2_500m", "config.json")):
+        (tmp_path / "DATA" / folder / "model").mkdir(parents=True)
+        (tmp_path / "DATA" / folder / "model" / file).touch()
+    (tmp_path / "DATA" / "tokenizer").mkdir()
+    commands = commands_of(RUNS / "reproduce_paper.sh", tmp_path, SIZES="500m")
+    exported = [words[1] for words in commands if words[0] == "export"]
+    assert "DATA/gla_500m" in exported
+    assert len(exported) == 7
+    assert "DATA/mamba2_500m" not in exported
+    assert ["data", "tokenizer"] in [words[:2] for words in commands]
+
+
+@needs_bash
+@pytest.mark.skipif(shutil.which("flock") is None, reason="no flock found")
+@pytest.mark.parametrize(
+    ("last", "rate"),
+    [((3.1, 3.0, 3.2), "2e-3"), ((3.1, None, 3.05), "4e-3"), ((None, None, None), None)],
+    ids=["the best", "one diverged", "all diverged"],
+)
+def test_the_rate_of_a_row_is_that_of_the_best_last_validation(tmp_path, last, rate):
+    """A run that diverged has no loss at its last step, however good it was before."""
+    for lr, loss in zip(("1e-3", "2e-3", "4e-3"), last, strict=True):
+        run = tmp_path / "out" / "sweep" / f"gla-{lr}"
+        (run / "checkpoints" / "step-00000763").mkdir(parents=True)
+        rows = [{"step": 500, "valid_loss": 2.0}, {"step": 763, "valid_loss": loss}, {"step": 763, "loss": 1.0}]
+        (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stubbed = [name for name in STUBS if name != "python3"]
+    arguments = {"nano_row.sh": ["gla", "0", "data/needles", "out"]}
+    done, calls = run_script(RUNS / "nano_row.sh", tmp_path, stubbed, arguments)
+    if rate is None:
+        assert done.returncode != 0
+        assert "all of 1e-3, 2e-3, 4e-3 diverged" in done.stderr
+        assert not calls
+    else:
+        (trained,) = [call for call in calls if call[1] == "train"]
+        assert trained[trained.index("--optimizer.lr") + 1] == rate
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from ccq import shipped
 from ccq.analysis.errors import AnalysisError
 from ccq.evaluate import DTYPES
+from ccq.evaluate.errors import EvaluationError
 from ccq.provenance import provenance
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,14 +39,22 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, variants: int) -> None
     parser.add_argument("--sentences", type=int, help="of filler in a prompt; by default all 120")
 
 
-def load(arguments: argparse.Namespace, text: bool = True) -> tuple[Any, Any]:
-    """(model in eval mode on its device, tokenizer or None)."""
+def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """(model in eval mode on its device, its tokenizer)."""
     from ccq.evaluate import load as load_pretrained
 
     dtype = DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
     path = Path(arguments.model)
     if path.suffix != ".gguf":
-        return load_pretrained(arguments.model, arguments.device, dtype, arguments.tokenizer, text=text)
+        try:
+            found = load_pretrained(arguments.model, arguments.device, dtype, arguments.tokenizer)
+        except EvaluationError as error:
+            if path.exists() or arguments.model in shipped.names() or "is not there" in str(error):
+                raise
+            raise AnalysisError(f"there is no folder {arguments.model}, and it is no name to load: {error}") from error
+        if found[1] is None:
+            raise AnalysisError(f"{arguments.model} has no tokenizer: give one with --tokenizer")
+        return found
     if not path.exists():
         raise AnalysisError(f"{path} is not there: expected a file in GGUF")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,7 +63,7 @@ def load(arguments: argparse.Namespace, text: bool = True) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name) if text else None
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype)
     except (ImportError, ValueError) as error:  # transformers names gguf or accelerate where they are missing
         raise AnalysisError(f"{path} could not be loaded: {str(error).strip().splitlines()[0]}") from error

@@ -71,8 +71,6 @@ def measure(
 
 
 def ordinary(tokenizer: Any, text: str, bos: bool, length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    if tokenizer is None:
-        raise AnalysisError("the model has no tokenizer: give one with --tokenizer")
     ids = list(tokenizer(text)["input_ids"])[:length]
     if bos and ids[:1] != [tokenizer.bos_token_id]:
         ids = [tokenizer.bos_token_id, *ids]

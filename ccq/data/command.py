@@ -89,12 +89,14 @@ def size(text: str) -> int:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
+    from ccq.data.shards import whole_folder
     from ccq.data.tokenizer import train_tokenizer, vocabulary
 
     inputs = inputs_of(options)
-    print("Learning the merges; progress is not known before the end.", file=sys.stderr)
-    tokenizer = train_tokenizer(inputs, options.vocab_size, not options.no_split_digits, options.sample)
-    tokenizer.save_pretrained(options.out)
+    with whole_folder(options.out, last="tokenizer.json") as out:
+        print("Learning the merges; progress is not known before the end.", file=sys.stderr)
+        tokenizer = train_tokenizer(inputs, options.vocab_size, not options.no_split_digits, options.sample)
+        tokenizer.save_pretrained(out)
     found = vocabulary(tokenizer)
     fewer = "" if found == options.vocab_size else f" ({options.vocab_size:,} asked for: the text gives no more)"
     print(f"Wrote {options.out}: {found:,} entries{fewer}")

@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,6 +64,33 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+@contextmanager
+def whole_folder(folder: Path, last: str, instead_of: str = "") -> Iterator[Path]:
+    """Where to write what `folder` is to hold: it gets its name when all of it is there.
+
+    In a folder that exists already, files of the same name are replaced and those that match `instead_of` removed;
+    others stay. The file `last` is gone before the first of them changes and comes back after all others.
+    """
+    folder = folder.resolve()  # renaming takes one file system, and `.` has no name
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: expected a folder to write, or none")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if not folder.exists():
+            os.rename(partial, folder)
+            return
+        (folder / last).unlink(missing_ok=True)
+        for old in folder.glob(instead_of) if instead_of else ():
+            old.unlink()
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class ShardWriter:

@@ -116,20 +116,26 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             done
             and done["finished"]
             and done["samples"]["hash"] == asked.hash()
+            and done["limit"] == asked.settings["limit"]
             and done["model"]["hash"] == identity["model_hash"]
         ):
             print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
             return done
-        responses = Responses(answers_path, identity | {"model": name, "class": type(model).__name__})
+        size = sum(p.numel() for p in model.parameters())
+        responses = Responses(
+            answers_path, {**identity, "model": name, "class": type(model).__name__, "parameters": size}
+        )
         ask(model, asked, responses, options, suite)
         if options.stage == "score":
             print(f"Wrote {answers_path}")
             return None
-    return finish(module, suite, asked, responses, options, tokenizer, name, model)
+    return finish(module, suite, asked, responses, options, tokenizer, name)
 
 
 def check_tasks(module, suite: str, options: Options) -> None:
     known = tuple(getattr(module, {"niah": "KNOWN", "length": "KNOWN", "longbench": "PROMPTS"}.get(suite, "TASKS"), ()))
+    if options.tasks and not known:
+        raise EvaluationError(f"--tasks: {suite} has none to choose among, got {', '.join(options.tasks)}")
     for task in options.tasks or ():
         if task not in known:
             raise EvaluationError(f"--tasks: {suite} has no {task!r}.{nearest(task, known)} It has: {', '.join(known)}")
@@ -209,7 +215,7 @@ def check_vocabulary(model, asked: RequestSet) -> None:
         raise EvaluationError(f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: {why}")
 
 
-def finish(module, suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name, model) -> dict:
+def finish(module, suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name) -> dict:
     """Score the answers, and write OUT/SUITE.json and OUT/SUITE.jsonl."""
     keys = [asked.key(request) for request in asked.requests]
     missing = sum(key not in responses.answers for key in keys)
@@ -227,9 +233,9 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
         "name": identity.get("model", name),
         "hash": identity.get("model_hash"),
         "dtype": identity.get("dtype"),
+        "class": identity.get("class"),
+        "parameters": identity.get("parameters"),
     }
-    if model is not None:
-        model_row |= {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     result = {
         "suite": suite,
         "finished": True,
@@ -283,7 +289,7 @@ def table(result: dict) -> str:
             for mark in (
                 f"n={score['n']}",
                 score.get("metric", ""),
-                "few windows" if score.get("few") else "",
+                "few windows or documents" if score.get("few") else "",
                 "see note" if score.get("note") else "",
             )
             if mark
@@ -325,6 +331,7 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
         if found_tokenizer is not None and not found_tokenizer("a").input_ids:
             found_tokenizer = None  # transformers makes an empty one for a folder that has none
     if weights:
+        check_device(device)
         try:
             found_model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
             found_model = found_model.to(device).eval()
@@ -334,6 +341,17 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
                 f"a model that ships ({', '.join(names()) or 'none does'}), or a name on the Hub and a network"
             ) from error
     return found_model, found_tokenizer
+
+
+def check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EvaluationError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise EvaluationError(
+            f"--device: {name!r} was asked for, and torch sees {torch.cuda.device_count()} GPUs (`ccq doctor` says why)"
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.results import write_json
-from ccq.evaluate.statistics import by_unit, resampled, value, values
+from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, resampled, student, value, values
 
 
 def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
@@ -29,8 +33,10 @@ def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
         if not lines.exists():
             raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
         groups: dict[str, list[dict]] = {}
-        for line in lines.read_text().splitlines():
-            row = json.loads(line)
+        rows = sources.rows(lines, ["id", "group", "score"])
+        if len(rows) != (count := result["samples"].get("count", len(rows))):
+            raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
+        for row in rows:
             groups.setdefault(row["group"], []).append(row)
         found[result["suite"]] = (result, groups)
     if not found:
@@ -38,55 +44,73 @@ def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
     return found
 
 
-def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: int = 0) -> dict:
-    """Difference second - first of a group's score over the samples both have, its 95% interval and its p.
+@dataclass(frozen=True)
+class Part:
+    """A group of samples that two runs share."""
 
-    Units (documents, or samples) are drawn with replacement, the same ones for both.
-    """
+    samples: int
+    units: int
+    difference: float  # of their scores, second - first
+    draws: np.ndarray  # the same over resampled units
+
+
+def part(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: int) -> Part | None:
+    """Units (documents, or samples) are drawn with replacement, the same ones for both; None without common samples."""
     common = {row["id"] for row in first} & {row["id"] for row in second}
     one, two = (by_unit([row for row in rows if row["id"] in common]) for rows in (first, second))
     names = sorted(one)
     if not names:
-        return {"samples": 0, "difference": None, "interval": None, "p": None, "significant": False}
+        return None
     tables = [[units[name] for name in names] for units in (one, two)]
     points = [score(table, aggregate) for table in tables]
     draws = [values(resampled(table, seed), aggregate) for table in tables]
-    return {"samples": len(common), "units": len(names)} | verdict(points[1] - points[0], draws[1] - draws[0])
+    return Part(len(common), len(names), points[1] - points[0], draws[1] - draws[0])
 
 
 def score(units: Sequence[tuple[float, float]], aggregate: str) -> float:
     return value(sum(total for total, _ in units), sum(weight for _, weight in units), aggregate)
 
 
-def verdict(difference: float, draws: np.ndarray) -> dict:
-    """The interval of the draws, and p: twice the smaller share of them on one side of zero."""
-    low, high = np.nanquantile(draws, [0.025, 0.975])
-    p = min(1.0, 2 * min((draws <= 0).mean(), (draws >= 0).mean()))
-    return {
-        "difference": float(difference),
-        "interval": [float(low), float(high)],
-        "p": float(p),
-        "significant": bool(low > 0 or high < 0),
-    }
+def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: int = 0) -> dict:
+    """Difference second - first of a group's score over the samples both have, its 95% interval and its p."""
+    found = part(first, second, aggregate, seed)
+    if found is None:
+        return {"samples": 0, "units": 0, "difference": None, "interval": None, "p": None, "significant": False}
+    return verdict([found])
 
 
 def paired_average(groups: Sequence[str], first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
     """Difference of an unweighted mean over groups, each resampled by itself."""
-    if not all(group in first and group in second for group in groups):
-        return None
-    total, draws, count = 0.0, np.zeros(1), 0
+    parts = []
     for seed, group in enumerate(groups):
-        one, two = (by_unit(rows[group]) for rows in (first, second))
-        names = sorted(one.keys() & two.keys())
-        if not names:
+        found = part(first.get(group, []), second.get(group, []), "mean", seed)
+        if found is None:
             return None
-        count += len(names)
-        tables = [[units[name] for name in names] for units in (one, two)]
-        points = [score(table, "mean") for table in tables]
-        total += (points[1] - points[0]) / len(groups)
-        resamples = [values(resampled(table, seed), "mean") for table in tables]
-        draws = draws + (resamples[1] - resamples[0]) / len(groups)
-    return {"samples": count} | verdict(total, draws)
+        parts.append(found)
+    return verdict(parts)
+
+
+def verdict(parts: Sequence[Part]) -> dict:
+    """Of the mean difference: its interval, and p, twice the smaller share of draws on one side of zero.
+
+    Resamples of n units spread less than n units do, by sqrt((n - 1) / n), and few units know their own spread badly:
+    the draws are widened by the inverse of the first and by Student's t over z. Where there are too few units, or one
+    alone, whose resamples are all the same, there is neither interval nor p.
+    """
+    samples, units = sum(x.samples for x in parts), sum(x.units for x in parts)
+    difference = float(np.mean([x.difference for x in parts]))
+    found = {"samples": samples, "units": units, "difference": difference}
+    if units < LEAST_UNITS or min(x.units for x in parts) < 2:
+        return found | {"interval": None, "p": None, "significant": False}
+    spread = np.mean([math.sqrt(x.units / (x.units - 1)) * (x.draws - x.difference) for x in parts], axis=0)
+    draws = difference + student(units - len(parts)) / Z * spread
+    low, high = np.nanquantile(draws, [0.025, 0.975])
+    beyond = min((draws <= 0).sum(), (draws >= 0).sum())
+    return found | {
+        "interval": [float(low), float(high)],
+        "p": float(min(1.0, 2 * (beyond + 1) / (len(draws) + 1))),  # the sample itself counts as a draw: never 0
+        "significant": bool(low > 0 or high < 0),
+    }
 
 
 def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
@@ -120,10 +144,27 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
     return {"runs": [str(run) for run in runs], "suites": table, "notes": notes}
 
 
+def short_names(runs: Sequence[str]) -> list[str]:
+    """The shortest part of the paths that tells them apart, without what they all end with.
+
+    >>> short_names(["runs/gla/eval", "runs/ccq-gla/eval"]), short_names(["a/x", "a/y/x"]), short_names(["x", "x"])
+    (['gla', 'ccq-gla'], ['a', 'y'], ['x', 'x'])
+    """
+    paths = [Path(os.path.abspath(run)).parts for run in runs]
+    if len(set(paths)) < len(paths):
+        return [path[-1] for path in paths]
+    while len({path[-1] for path in paths}) == 1:
+        paths = [path[:-1] for path in paths]
+    width = 1
+    while len({path[-width:] for path in paths}) < len(paths):
+        width += 1
+    return ["/".join(path[-width:]) for path in paths]
+
+
 def shown(result: dict) -> str:
     """One table: scores of each run, and the differences from the first; * where the 95% interval leaves out zero."""
-    names = [Path(run).name for run in result["runs"]]
-    lines = []
+    names = short_names(result["runs"])
+    lines, few = [], False
     for suite, groups in result["suites"].items():
         rows = [[suite, *names, *(f"{name} - {names[0]}" for name in names[1:])]]
         for group, scores in groups.items():
@@ -131,6 +172,9 @@ def shown(result: dict) -> str:
             for found in scores["differences"]:
                 if found is None or found["difference"] is None:
                     cells.append("-")
+                elif found["interval"] is None:
+                    cells.append(f"{found['difference']:+.2f}  too few ({found['units']})")
+                    few = True
                 else:
                     low, high = found["interval"]
                     mark = "*" if found["significant"] else " "
@@ -142,6 +186,8 @@ def shown(result: dict) -> str:
         ]
         lines.append("")
     lines += [f"note: {note}" for note in result["notes"]]
+    if few:
+        lines.append(f"too few: an interval takes {LEAST_UNITS} documents or samples that both runs have")
     lines.append("* the 95% interval of the paired difference leaves out zero (bootstrap; not corrected for many rows)")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ With `--data DIR` a task's definition is the harness's own; only where its docum
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -246,7 +247,14 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     """Hand the answers to the harness; its scores, with our intervals and the paper's average."""
     import numpy as np
 
-    names, max_lengths = settings_of(options)
+    names, max_lengths = asked.settings["tasks"], asked.settings["max_lengths"]
+    for option, given, made in (("tasks", options.tasks, names), ("max-length", options.max_lengths, max_lengths)):
+        if given is not None and sorted(given) != sorted(made):
+            raise EvaluationError(
+                f"--{option}: expected {', '.join(map(str, made))}, which the request file was made with, got "
+                f"{', '.join(map(str, given))}. Make it again with --stage requests"
+            )
+    options = dataclasses.replace(options, limit=asked.settings["limit"])
     known = {asked.key(request): answer for request, answer in zip(asked.requests, answers, strict=True)}
 
     def look_up(questions: list[Tokens]) -> list[tuple[float, bool]]:
@@ -256,8 +264,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
             answer = known.get(RequestSet("lm", {}, np.asarray(tokens, np.int32), [request]).key(request))
             if answer is None:
                 raise EvaluationError(
-                    "the request file does not have all that the harness asks: other data, tasks, limit or "
-                    "max-length? Make it again with --stage requests"
+                    "the request file does not have all that the harness asks: other data? "
+                    "Make it again with --stage requests"
                 )
             found.append((-sum(answer["nll"]), answer["greedy"]))
         return found

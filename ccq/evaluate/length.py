@@ -20,7 +20,7 @@ import numpy as np
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, Request, RequestSet
-from ccq.evaluate.statistics import summary
+from ccq.evaluate.statistics import LEAST_UNITS, summary
 from ccq.shipped import book
 
 CORPORA = {  # name: file
@@ -32,12 +32,13 @@ CORPORA = {  # name: file
     "code": "longdocs_python_code",
     "elife": "longdocs_elife_papers",
 }
+NOT_ON_HUB = ("elife",)  # in this form
 # also what ships with the package, where it is asked for
 KNOWN = (*CORPORA, "book")
 LENGTHS = tuple(range(4096, 20_481, 2048))
 SCORED = 2048  # tokens of the "same" view
 BLOCK = 512  # positions a point of the "position" view
-FEW = 20  # windows below which a point is marked
+FEW = 20  # windows below which a point is marked; documents: LEAST_UNITS
 
 
 def documents(corpus: str, data: Path | None) -> list[str]:
@@ -48,6 +49,9 @@ def documents(corpus: str, data: Path | None) -> list[str]:
         rows = sources.rows(sources.find(data, CORPORA[corpus], ["text"]), ["text"])
         return list(dict.fromkeys(row["text"] for row in rows))
 
+    if corpus in NOT_ON_HUB:
+        raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
+
     def load() -> list[str]:
         in_longbench = {"govreport": "gov_report", "qmsum": "qmsum", "narrativeqa": "narrativeqa", "qasper": "qasper"}
         if corpus in in_longbench:
@@ -56,10 +60,8 @@ def documents(corpus: str, data: Path | None) -> list[str]:
 
         if corpus == "pg19":
             return list(datasets.load_dataset("emozilla/pg19-test", split="test")["text"])
-        if corpus == "code":
-            stream = datasets.load_dataset("codeparrot/codeparrot-clean-valid", split="train", streaming=True)
-            return [row["content"] for row in stream.take(2000)]
-        raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
+        stream = datasets.load_dataset("codeparrot/codeparrot-clean-valid", split="train", streaming=True)
+        return [row["content"] for row in stream.take(2000)]
 
     return list(dict.fromkeys(sources.from_hub(f"the corpus {corpus}", load)))
 
@@ -108,7 +110,8 @@ def build(options, tokenizer) -> RequestSet:
     if lengths[0] < 2:
         raise EvaluationError(f"--lengths: a window has at least 2 tokens, got {lengths[0]}")
     builder, corpora, longest = Builder(), {}, lengths[-1]
-    for corpus in options.tasks or CORPORA:
+    left_out = NOT_ON_HUB if options.data is None and not options.tasks else ()
+    for corpus in options.tasks or [corpus for corpus in CORPORA if corpus not in left_out]:
         most = None if options.limit is None else options.limit * longest  # no window reaches further
         if options.tokens is not None:
             most = min(options.tokens, most or options.tokens)
@@ -130,7 +133,8 @@ def build(options, tokenizer) -> RequestSet:
     if not builder.requests:
         raise EvaluationError(f"--lengths: no corpus has a window of {lengths[0]} tokens: {corpora}")
     settings = {"corpora": corpora, "lengths": lengths, "scored": SCORED, "block": BLOCK, "tokens": options.tokens}
-    return builder.done("length", settings)
+    notes = [f"left out, not on the Hub (give it with --data DIR): {', '.join(left_out)}"] if left_out else []
+    return builder.done("length", settings, notes)
 
 
 def limited(count: int, limit: int | None) -> int:
@@ -162,7 +166,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     for group, mine in grouped.items():
         score = summary(mine, "perplexity")
         score["n"] = windows = len({row["window"] for row in mine})
-        scores[group] = {**score, "windows": windows, "documents": score["units"], "few": windows < FEW}
+        few = windows < FEW or score["units"] < LEAST_UNITS
+        scores[group] = {**score, "windows": windows, "documents": score["units"], "few": few}
         if group.endswith(f"/{longest}") and "/same/" not in group:
             blocks = positions[group.split("/")[0]]
             scores[group]["loss_by_position"] = [

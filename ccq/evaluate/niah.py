@@ -3,7 +3,8 @@
 Template, needle, keys, values, depths, haystack, answer prefix and score are RULER's (NVIDIA/RULER, niah.py in
 scripts/data/synthetic, and scripts/eval); two things are not:
 
-- The haystack is sized for each sample: the largest that fits with the 128 tokens of the answer. RULER sizes it once
+- The haystack is sized for each sample: the largest that fits with the 128 tokens of the answer (or more, where more
+  are asked for). RULER sizes it once
   and then drops 500 words at a time. `sizing="lm-eval"` is what lm-evaluation-harness 0.4.13 builds, in steps of 500
   words or of 5 or 25 noise units: shorter prompts, which published numbers probably come from.
 - Samples are drawn by our counter-based generator: sample i of (seed, task, length) is the same whatever ran before and
@@ -250,15 +251,16 @@ class Sizer:
     sizing: str
     haystack: Haystack
     count: Callable[[str], int]  # tokens of a text
+    answer: int = ANSWER  # tokens that are kept for it
 
     def __post_init__(self) -> None:
         model = Needle("model-needle", "0" * 7 if KNOWN[self.task][1] == "numbers" else "0" * 36, 0)
         empty = self.count(render(self.task, self.haystack, 0, model)[0])
-        self.room = self.length - ANSWER
+        self.room = self.length - self.answer
         if empty > self.room:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task}: its prompt without a haystack has {empty} "
-                f"tokens and the answer {ANSWER}, {empty + ANSWER} in all"
+                f"tokens and the answer {self.answer}, {empty + self.answer} in all"
             )
         if self.sizing == "largest":
             self.start = max(1, largest(self._counts(model), self.room, 1))
@@ -321,7 +323,7 @@ def build(options, tokenizer) -> RequestSet:
         for length in lengths:
             rows, hash_ = frozen(task, length, count, options, tokenizer, haystack)
             hashes[f"{task}/{length}"] = hash_
-            fill[f"{task}/{length}"] = min(row["tokens"] + ANSWER for row in rows) / length
+            fill[f"{task}/{length}"] = min(row["tokens"] + settings["max_new_tokens"] for row in rows) / length
             for row in rows:
                 tokens = tokenizer(row["prompt"]).input_ids
                 meta = {"answer": row["answer"], "depth": row["depth"], "group": f"{task}/{length}"}
@@ -335,13 +337,15 @@ def build(options, tokenizer) -> RequestSet:
         else "sized as lm-evaluation-harness 0.4.13 does"
     )
     notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
-    if settings["max_new_tokens"] < ANSWER:
+    if settings["max_new_tokens"] != ANSWER:
         notes.append(f"{settings['max_new_tokens']} tokens of answer instead of RULER's {ANSWER}")
     if "niah_book" in settings["tasks"]:
         told = book()
         notes.append(f"niah_book: the haystack is {told['title']} by {told['author']}, not RULER's essays")
     if options.keys == "odd":
         notes.append("keys and values: only those that training data with needles never holds")
+    else:
+        notes.append("keys and values: all, also those that needle documents of `ccq data prepare` may hold")
     return builder.done("niah", settings, notes)
 
 
@@ -360,17 +364,20 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
         "words": hashlib.sha256("\n".join(itertools.chain(*word_lists())).encode()).hexdigest(),
         **haystack.versions,
     }
+    answer = max(ANSWER, options.answer_tokens or 0)  # a shorter one leaves the prompts as RULER's are
+    if answer != ANSWER:
+        header["answer"] = answer
     made_of = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
     path = options.out / "samples" / f"{task}-{length}-{count}-{made_of[:12]}.jsonl"
     if path.exists():
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
         if lines and json.loads(lines[0]) == header | {
             "sha256": hashlib.sha256("\n".join(lines[1:]).encode()).hexdigest()
         }:
             return [json.loads(line) for line in lines[1:]], hashlib.sha256(path.read_bytes()).hexdigest()
         raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
     counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
-    sizer = Sizer(task, length, options.sizing, haystack, counted)
+    sizer = Sizer(task, length, options.sizing, haystack, counted, answer)
     rows = []
     for index in range(count):
         needle = draw(task, length, index, options.seed, options.keys, word_lists())

@@ -57,7 +57,7 @@ def write_json(path: Path, content: dict) -> None:
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
+    with partial.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     os.replace(partial, path)

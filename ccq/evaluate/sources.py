@@ -83,4 +83,5 @@ def longbench_archive(task: str) -> list[dict]:
 
     with zipfile.ZipFile(hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset")) as archive:
         name = next(x for x in archive.namelist() if x.endswith(f"/{task}.jsonl") or x == f"{task}.jsonl")
-        return [json.loads(line) for line in archive.read(name).decode().splitlines() if line.strip()]
+        # lines of bytes: those of a str also end at U+2028 and its like, which JSON may hold as they are
+        return [json.loads(line) for line in archive.read(name).splitlines() if line.strip()]

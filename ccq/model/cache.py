@@ -114,14 +114,14 @@ class CCQCache(Cache):
         self.lengths = lengths if self.lengths is None else self.lengths + lengths
         self.seen += columns
 
-    def check_kinds(self, kinds: Sequence[set[str]]) -> None:
-        """Raise unless the states, if there are any, are of these kinds, a set for each layer."""
+    def check_kinds(self, kinds: Sequence[set[str] | None]) -> None:
+        """Raise unless the states, if there are any, are of these kinds, a set for each layer (None: of any)."""
         if not self.states:
             return
         if len(self.states) != len(kinds):
             raise ValueError(f"past_key_values: expected a cache of {len(kinds)} layers, got one of {len(self.states)}")
         for layer, (expected, state) in enumerate(zip(kinds, self.states, strict=True)):
-            if state.keys() != expected:
+            if expected is not None and state.keys() != expected:
                 raise ValueError(
                     f"past_key_values: expected {', '.join(sorted(expected))} in layer {layer}, "
                     f"got {', '.join(sorted(state))}: the cache of another model?"

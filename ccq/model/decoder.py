@@ -250,9 +250,15 @@ class CCQModel(CCQPreTrainedModel):
         return cache
 
     @functools.cached_property
-    def state_kinds(self) -> list[set[str]]:
-        """What each layer keeps of a sequence, by name."""
-        return [set(layer.mixer.new_state(0, "meta", torch.float32)) for layer in self.blocks()]
+    def state_kinds(self) -> list[set[str] | None]:
+        """What each layer keeps of a sequence, by name; None where a mixer begins a state in `forward` alone."""
+        kinds: list[set[str] | None] = []
+        for layer in self.blocks():
+            try:
+                kinds.append(set(layer.mixer.new_state(0, "meta", torch.float32)))
+            except NotImplementedError:
+                kinds.append(None)
+        return kinds
 
     def output(
         self, hidden: Tensor, cache: CCQCache | None, hidden_states: tuple | None, return_dict: bool | None

@@ -43,7 +43,7 @@ def fill(paths: Sequence[Path], files: Sequence[Path]) -> list[Path]:
 
 
 def markdown_of(paths: Sequence[Path]) -> str:
-    """What OUT/report.md would hold, without drawing any figure."""
+    """What OUT/report.md would hold; no figure is made."""
     from ccq.report import markdown, page
     from ccq.report.collect import collect
 

@@ -8,14 +8,23 @@ from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.paper import Paper
 from ccq.report.tables import MISSING, marks, number
 
+COLUMNS = 12  # that a table of any scores has at most
+
 
 def intervention_table(found: Collection) -> Table | None:
     rows, notes = [], []
-    head: list[str] = []
-    for source in found.of("analysis", "intervene"):
-        base = source.content["rows"][0]["suites"]
-        names = [(suite, name) for suite, scores in base.items() for name in scores][:12]
-        head = head or [name for _, name in names]
+    sources = found.of("analysis", "intervene")
+    asked = list(dict.fromkeys(
+        (suite, name)
+        for source in sources for row in source.content["rows"]
+        for suite, scores in row["suites"].items() for name in scores
+    ))  # fmt: skip
+    names = asked[:COLUMNS]
+    if len(asked) > COLUMNS:
+        notes.append(f"{len(asked) - COLUMNS} more scores are in {', '.join(source.name for source in sources)}.")
+    suites = {suite for suite, _ in asked}
+    head = [name if len(suites) == 1 else f"{suite}: {name}" for suite, name in names]
+    for source in sources:
         for row in source.content["rows"]:
             if "-layers-" in row["intervention"]:
                 continue
@@ -40,6 +49,12 @@ def gap(value: float | None) -> str:
     return "–" if value is None else signed(value, 3)
 
 
+def isotropic(part: dict) -> str:
+    """The share of keys without structure; several where heads differ in size."""
+    shares = part["of_isotropic_keys"]
+    return ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
+
+
 def gap_table(found: Collection, paper: Paper) -> Table | None:
     """The gap of alignment in the top 16 directions: the paper's models, and every model measured here."""
     sources = found.of("analysis", "alignment")
@@ -58,7 +73,7 @@ def gap_table(found: Collection, paper: Paper) -> Table | None:
             row = part["unique"]
             values = (
                 point,
-                f"{part['of_isotropic_keys']:.2f}",
+                isotropic(part),
                 gap(row["mean"]),
                 f"{row['negative_layers']} of {len(row['by_layer'])}",
                 ", ".join(gap(x) for x in row["thirds"]),

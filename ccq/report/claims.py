@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ccq.report.collect import Collection, Source
-from ccq.report.numbers import SEEDS, Results, scores_like, seed_interval
+from ccq.report.collect import Collection, Source, text_of_gate
+from ccq.report.numbers import SEEDS, Results, scores_like, seed_differences, seed_interval, student
 from ccq.report.paper import HERE, Paper
-from ccq.report.systems import SIZES, WITH_CONVOLUTION, System, label_of, scale_label
+from ccq.report.systems import LABELS, SIZES, WITH_CONVOLUTION, System, label_of, scale_label
 
 if TYPE_CHECKING:
     from ccq.report.recall import Recall
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 HOLDS, FAILS, FEW, UNTESTABLE = "holds", "does not", "not enough runs", "not testable"
 NOT_RUN = "not run"
 LEAST = {"higher": 1.0, "lower": 0.1}  # gain that counts: a point of accuracy; of perplexity, the only score to fall
+LEAST_GAP, LEAST_GATE = 0.01, 0.01  # a tenth of the paper's gap of alignment, and of what its gate opens further
+PASSKEY_FROM = 4096  # tokens from which the paper switches its cleaning off
+BATCH = 8  # of the paper's inference
 BACKBONES = {"gla": "ccq-gla", "gated-deltanet": "ccq-gated-deltanet"}
 
 
@@ -103,11 +106,11 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
         ),
     )  # fmt: skip
     if limit := chosen.limit(better):
-        return Verdict(claim, told, str(chosen), UNTESTABLE, limit, chosen.sources)
+        return Verdict(claim, told, str(chosen), UNTESTABLE, limit + chosen.quick, chosen.sources)
     if claim.get("every"):
         return every(claim, told, chosen, better)
     verdict, detail = decide(chosen.differences, better, LEAST[better])
-    return Verdict(claim, told, str(chosen), verdict, detail, chosen.sources)
+    return Verdict(claim, told, str(chosen), verdict, detail + chosen.quick, chosen.sources)
 
 
 def every(claim: dict, told: str, chosen: Pairing, better: str) -> Verdict:
@@ -124,7 +127,7 @@ def every(claim: dict, told: str, chosen: Pairing, better: str) -> Verdict:
     else:
         verdict = FAILS if counts[FAILS] else HOLDS if counts[HOLDS] == len(pairs) else FEW
     detail = f"one by one: {', '.join(f'{v} on {counts[v]}' for v in (HOLDS, FAILS, FEW) if counts[v])}"
-    return Verdict(claim, told, ours, verdict, detail, chosen.sources)
+    return Verdict(claim, told, ours, verdict, detail + chosen.quick, chosen.sources)
 
 
 def recalls(claim: dict, recall: Recall) -> Verdict:
@@ -140,8 +143,12 @@ def recalls(claim: dict, recall: Recall) -> Verdict:
     if not pairs:
         took = f"takes {label_of(claim['system'])} and {label_of(claim['control'])}"
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, took)
-    differences, size, steps, one, two = max(pairs, key=lambda p: (len(p[0]), p[2], p[1] == "128"))
+    limits = {id(p): nothing_or_all([x for row in p[3:] if (e := row.estimate()) for x in e.values]) for p in pairs}
+    chosen = max(pairs, key=lambda p: (not limits[id(p)], len(p[0]), p[2], p[1] == "128"))
+    differences, size, steps, one, two = chosen
     verdict, detail = decide(differences, "higher", LEAST["higher"])
+    if limits[id(chosen)]:
+        verdict, detail = UNTESTABLE, limits[id(chosen)]
     middle = sum(differences) / len(differences)
     parts = [f"{signed(middle)} points at width {size}, {steps:,} steps"]
     if bounds := seed_interval(differences):
@@ -155,13 +162,20 @@ def recalls(claim: dict, recall: Recall) -> Verdict:
     return Verdict(claim, claim["paper"], ", ".join(parts), verdict, detail, distinct(sources))
 
 
+def nothing_or_all(values: list[float]) -> str:
+    """Why shares of right answers, in percent, say nothing of two systems: neither has any, or both have all."""
+    if values and max(values) < LEAST["higher"]:
+        return "no run of either gets any right at this size"
+    return "every run of both gets all right" if values and min(values) > 100 - LEAST["higher"] else ""
+
+
 class Pairing:
     """Two systems of one size in some scores: the difference of each seed that both have, a mean over the scores."""
 
     def __init__(self, results: Results, system: System, control: System, where: list[str]) -> None:
-        self.results, self.system, self.control, self.where = results, system, control, where
-        each = {score: results.pairs(system, control, score) for score in where}
-        self.known = {score: pairs for score, pairs in each.items() if pairs}
+        self.system, self.control, self.where = system, control, where
+        self.estimates = {score: both for score in where if (both := results.both(system, control, score))}
+        self.known = {score: seed_differences(*both) for score, both in self.estimates.items()}
         tables = list(self.known.values())
         self.seeds = [seed for seed in tables[0] if all(seed in table for table in tables)] if tables else []
         self.differences = [sum(table[seed] for table in tables) / len(tables) for seed in self.seeds]
@@ -172,21 +186,22 @@ class Pairing:
         return f"{size} with a {WITH_CONVOLUTION}" if WITH_CONVOLUTION in self.system.variant else size
 
     def limit(self, better: str) -> str:
-        """Why a share of right answers says nothing of the two: neither has any, or both have all."""
-        found = [self.results.estimate(which, score) for which in (self.system, self.control) for score in self.known]
-        values = [value for estimate in found if estimate is not None for value in estimate.values]
-        if better != "higher" or not values:
-            return ""
-        if max(values) < LEAST[better]:
-            return "no run of either gets any right at this size"
-        return "every run of both gets all right" if min(values) > 100 - LEAST[better] else ""
+        """Why the scores say nothing of the two."""
+        for one, two in self.estimates.values():
+            if one.tokens is not None and two.tokens is not None and one.tokens != two.tokens:
+                return f"trained for {one.tokens:,} against {two.tokens:,} tokens"
+        values = [value for both in self.estimates.values() for estimate in both for value in estimate.values]
+        return nothing_or_all(values) if better == "higher" else ""
 
     @property
     def sources(self) -> list[Source]:
-        suites = dict.fromkeys(score.partition(":")[0] for score in self.known)
-        return distinct(
-            [s for which in (self.system, self.control) for w in suites for s in self.results.runs(which, w)]
-        )
+        return distinct([s for both in self.estimates.values() for estimate in both for s in estimate.sources])
+
+    @property
+    def quick(self) -> str:
+        """Small print where not all samples of a suite were asked."""
+        limits = {s.content.get("limit") for s in self.sources if s.content.get("quick_look")}
+        return f"; first {', '.join(map(str, sorted(limits, key=str)))} samples" if limits else ""
 
     def __str__(self) -> str:
         number = len(self.differences)
@@ -203,13 +218,13 @@ class Pairing:
 
     def over_samples(self) -> tuple[float, float] | None:
         """Paired bootstrap where the samples are there; of several seeds the mean of the bounds."""
-        suite, _, pattern = next(iter(self.known)).partition(":")
-        runs = [
-            {source.seed: source for source in self.results.runs(which, suite)} for which in (self.control, self.system)
-        ]
+        [(where, both)] = self.estimates.items()
+        pattern = where.partition(":")[2]
         bounds = []
         for seed in self.seeds:
-            found = sample_difference(runs[0][seed], runs[1][seed], pattern)
+            mine, theirs = ([s for s in estimate.sources if s.seed == seed] for estimate in both)
+            tried = (sample_difference(control, source, pattern) for control in theirs for source in mine)
+            found = next((interval for interval in tried if interval is not None), None)
             if found is None:
                 return None
             bounds.append(found)
@@ -218,7 +233,9 @@ class Pairing:
 
 def sample_difference(control: Source, source: Source, pattern: str) -> tuple[float, float] | None:
     """95% interval of source - control over the test samples that both have; None where they were not kept."""
+    from ccq.evaluate import sources
     from ccq.evaluate.compare import paired, paired_average
+    from ccq.evaluate.errors import EvaluationError
 
     group = scores_like(source.content["scores"], pattern)[0]
     score = source.content["scores"][group]
@@ -230,12 +247,11 @@ def sample_difference(control: Source, source: Source, pattern: str) -> tuple[fl
             return None
         rows: dict[str, list[dict]] = {}
         try:
-            for line in lines.read_text().splitlines():
-                row = json.loads(line)
+            for row in sources.rows(lines, ["id", "group", "score"]):
                 if row["group"] in wanted:
-                    float(row["score"]), row["id"]
+                    float(row["score"])
                     rows.setdefault(row["group"], []).append(row)
-        except (ValueError, KeyError, TypeError):
+        except (EvaluationError, ValueError, TypeError):
             return None
         tables.append(rows)
     if not all(name in rows for rows in tables for name in wanted):
@@ -262,13 +278,30 @@ def decide(differences: list[float], better: str, least: float) -> tuple[str, st
     bounds = seed_interval([sign * x for x in differences])
     if bounds is None:
         return FEW, f"an interval over seeds takes {SEEDS} runs of each"
+    return judged(bounds, least, "over seeds")
+
+
+def judged(bounds: tuple[float, float], least: float, over: str) -> tuple[str, str]:
+    """On a 95% interval of the gain."""
     if bounds[0] > 0:
-        return HOLDS, "the interval over seeds leaves out zero"
+        return HOLDS, f"the interval {over} leaves out zero"
     if bounds[1] < 0:
-        return FAILS, "the other way round: the interval over seeds leaves out zero"
+        return FAILS, f"the other way round: the interval {over} leaves out zero"
     if bounds[1] < least:
-        return FAILS, f"the interval over seeds leaves out a gain of {least:g}"
-    return FEW, f"the interval over seeds holds zero and a gain of {least:g}"
+        return FAILS, f"the interval {over} leaves out a gain of {least:g}"
+    return FEW, f"the interval {over} holds zero and a gain of {least:g}"
+
+
+def together(verdicts: list[tuple[str, str]], what: str = "model") -> tuple[str, str]:
+    """Of each model by itself: holds where it does for all, does not where it does not for one. What cannot be tested
+    counts where nothing else can."""
+    told = [v for v in verdicts if v[0] != UNTESTABLE] or verdicts
+    if len(told) == 1:
+        return told[0]
+    counts = Counter(verdict for verdict, _ in verdicts)
+    worst = min((verdict for verdict, _ in told), key=(FAILS, UNTESTABLE, FEW, HOLDS).index)
+    shown = ", ".join(f"{v} in {counts[v]}" for v in (HOLDS, FAILS, FEW, UNTESTABLE) if counts[v])
+    return worst, f"{what} by {what}: {shown}"
 
 
 def distinct(sources: list[Source]) -> list[Source]:
@@ -298,6 +331,8 @@ def cost(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
         parts.append(f"{change(ratio)} on {over}")
     if not parts:
         return Verdict(claim, told_text, NOT_RUN, FEW, "no such benchmark among the results")
+    if len(parts) < len(BACKBONES) and all(kept):  # one that costs more is enough to say so
+        return Verdict(claim, told_text, ", ".join(parts), FEW, "takes both backbones", distinct(sources))
     hardware = ", ".join(dict.fromkeys(source.hardware for source in sources))
     detail = "no more than the paper's" if all(kept) else "more than the paper's"
     ours = f"{', '.join(parts)} ({hardware}, one GPU)"
@@ -333,55 +368,95 @@ def measured_cost(found: Collection, measure: str, backbone: str) -> tuple[float
             rows = {
                 {"ours": cleaned, alone: control}.get(row["variant"], ""): row
                 for row in rows
-                if (row["backbone"], row["pass"], row["T"]) == (short, "forward and backward", 4096)
+                if (row["backbone"], row["pass"], row["B"], row["T"]) == (short, "forward and backward", 1, 4096)
             }
         else:
             rows = {
                 row["system"].replace("_", "-"): row
                 for row in rows
                 if row["size"] == "1.3b" and row.get("T", 4096) == 4096 and row.get("length", 4096) == 4096
-            }
-        if cleaned in rows and control in rows:
+                and row.get("B", BATCH) == BATCH
+            }  # fmt: skip
+        if cleaned in rows and control in rows and asked(rows[cleaned]) == asked(rows[control]):
             return value(rows[cleaned]) / value(rows[control]), label_of(control), source
     return None
+
+
+def asked(row: dict) -> list:
+    """What must be equal for two rows of a benchmark to be compared."""
+    return [row.get(name) for name in ("B", "T", "length", "tokens", "prompt", "dtype")]
 
 
 def alignment(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
     sources = [s for s in found.of("analysis", "alignment") if not s.content.get("settings", {}).get("untrained")]
     if not sources:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze alignment` was not run")
-    parts, kept = [], []
-    every = claim["group"] == "unique"  # at every layer; else on the mean, against chance
+    parts, verdicts = [], []
     for source in sources:
-        gap = source.content["points"]["projection"]["top"]["16"][claim["group"]]
-        layers, error = len(gap["by_layer"]), gap["error_of_mean"]
-        bound = None if error is None else 1.96 * error
-        kept.append(gap["negative_layers"] == layers if every else bound is not None and gap["mean"] + bound < 0)
-        spread = "" if bound is None else f" ± {bound:.3f} over prompts"
-        parts.append(f"{source.title}: {gap['negative_layers']} of {layers}, mean {signed(gap['mean'], 3)}{spread}")
-    if every:
-        detail = "at every layer of every model" if all(kept) else "not at every layer"
-    else:
-        detail = "the interval of each mean is below zero" if all(kept) else "not told from zero in every model"
-    return Verdict(claim, claim["paper"], "; ".join(parts), HOLDS if all(kept) else FAILS, detail, sources)
+        part = source.content["points"]["projection"]["top"]["16"]
+        gap, prompts = part[claim["group"]], len(source.content.get("prompts") or ())
+        verdicts.append(gap_verdict(part, gap, prompts, by_layer=claim["group"] == "unique"))
+        bounds = mean_interval(gap["mean"], gap["error_of_mean"], prompts)
+        spread = "" if bounds is None else f" ± {(bounds[1] - bounds[0]) / 2:.3f} over prompts"
+        mean = "not known" if gap["mean"] is None else f"{signed(gap['mean'], 3)}{spread}"
+        parts.append(f"{source.title}: {gap['negative_layers']} of {len(gap['by_layer'])}, mean {mean}")
+    verdict, detail = together(verdicts)
+    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources)
+
+
+def gap_verdict(part: dict, gap: dict, prompts: int, by_layer: bool) -> tuple[str, str]:
+    """On the interval over prompts of the mean over layers, or of each layer; a gap is good below zero."""
+    shares = part["of_isotropic_keys"]
+    if min(shares if isinstance(shares, list) else [shares]) >= 1:
+        return UNTESTABLE, "the top directions are all that its heads have"
+    means, errors = [gap["mean"]], [gap["error_of_mean"]]
+    if by_layer:
+        root = math.sqrt(max(prompts, 1))
+        means, errors = gap["by_layer"], [None if d is None else d / root for d in gap["deviation_by_layer"]]
+    verdicts = []
+    for mean, error in zip(means, errors, strict=True):
+        bounds = mean_interval(mean, error, prompts)
+        if bounds is None:
+            return FEW, f"an interval over prompts takes {SEEDS} that have such tokens"
+        verdicts.append(judged((-bounds[1], -bounds[0]), LEAST_GAP, "over prompts"))
+    return together(verdicts, "layer")
+
+
+def mean_interval(mean: float | None, error: float | None, count: int) -> tuple[float, float] | None:
+    """95% interval of a mean of `count` values whose error is known."""
+    if mean is None or error is None or count < SEEDS:
+        return None
+    return mean - student(count) * error, mean + student(count) * error
 
 
 def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
     sources = [s for s in found.of("analysis", "gate") if "lam" in s.content]
     if not sources:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze gate` was not run")
+    parts, verdicts = [], []
+    for label, mine in by_model(sources).items():
+        seeds: dict[int, list[float]] = {}  # a model that was analysed twice is one run
+        for source in mine:
+            further = mean_of(source.content["lam"]["retrieval"]) - mean_of(source.content["lam"]["text"])
+            if source.seed is not None:
+                seeds.setdefault(source.seed, []).append(further)
+        verdicts.append(decide([sum(x) / len(x) for x in seeds.values()], "higher", LEAST_GATE))
+        means = [sum(mean_of(s.content["lam"][place]) for s in mine) / len(mine) for place in ("retrieval", "text")]
+        name, count = (label, f" ({len(seeds)} seeds)") if len(seeds) > 1 else (mine[0].title, "")
+        texts = " and ".join(dict.fromkeys(text_of_gate(source) for source in mine))
+        parts.append(f"{name}: {means[0]:.3f} against {means[1]:.3f} on {texts}{count}")
+    verdict, detail = together(verdicts)
+    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources)
+
+
+def by_model(sources: list[Source]) -> dict[str, list[Source]]:
+    """Analyses of one system and size, whatever their seeds."""
     groups: dict[str, list[Source]] = {}
     for source in sources:
-        groups.setdefault(f"{source.system.label}, {source.system.size}" if source.system else "", []).append(source)
-    parts, verdicts = [], []
-    for label, mine in groups.items():
-        text, retrieval = ([mean_of(s.content["lam"][place]) for s in mine] for place in ("text", "retrieval"))
-        verdicts.append(decide([r - t for r, t in zip(retrieval, text, strict=True)], "higher", 0.01))
-        count = f" ({len(mine)} runs)" if len(mine) > 1 else ""
-        name = label if len(mine) > 1 else mine[0].title
-        parts.append(f"{name}: {sum(retrieval) / len(mine):.3f} against {sum(text) / len(mine):.3f}{count}")
-    worst = min(verdicts, key=lambda v: (FAILS, FEW, HOLDS).index(v[0]))
-    return Verdict(claim, claim["paper"], "; ".join(parts), worst[0], worst[1], sources)
+        known = source.system is not None and source.system.name in LABELS
+        name = f"{source.system.label}, {source.system.size}" if known and source.system else source.title
+        groups.setdefault(name, []).append(source)
+    return groups
 
 
 def mean_of(rows: list[list[float]]) -> float:
@@ -390,21 +465,67 @@ def mean_of(rows: list[list[float]]) -> float:
 
 
 def intervention(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
-    """The largest change of pass-key retrieval when the cleaning is switched off."""
-    parts, kept, sources = [], [], []
+    """How much pass-key retrieval changes, by length, when the cleaning is switched off."""
+    changes = {}
     for source in found.of("analysis", "intervene"):
         rows = {row["intervention"]: row["suites"].get("niah", {}) for row in source.content["rows"]}
-        moved = [
-            abs(rows["off"][name] - value)
-            for name, value in rows.get("none", {}).items()
-            if name.startswith("niah_single_1/") and name in rows.get("off", {}) and max(value, rows["off"][name]) > 0
-        ]  # where nothing is found either way, nothing can be missed
-        if moved:
-            sources.append(source)
-            kept.append(max(moved) <= claim["at_most"])
-            lengths = f"{len(moved)} length{'s' if len(moved) > 1 else ''} at which it finds any"
-            parts.append(f"{source.title}: at most {max(moved):.1f} over {lengths}")
-    if not parts:
+        none, off = ({name: x for name, x in rows.get(which, {}).items() if name.startswith("niah_single_1/")
+                      and x is not None} for which in ("none", "off"))  # fmt: skip
+        if shared := none.keys() & off.keys():
+            # where nothing is found either way, nothing can be missed
+            changes[source] = {int(name.split("/")[1]): off[name] - none[name]
+                               for name in sorted(shared) if max(off[name], none[name]) > 0}  # fmt: skip
+    if not changes:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze intervene --off` was not run on niah")
-    verdict = HOLDS if all(kept) else FAILS
-    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, "", sources)
+    parts, verdicts = [], []
+    for mine in by_model(list(changes)).values():
+        verdicts.append(missed([(source.seed, changes[source]) for source in mine], claim["at_most"]))
+        for source in mine:
+            moved = changes[source]
+            if not moved:
+                parts.append(f"{source.title}: finds none either way")
+                continue
+            most = max(moved, key=lambda length: abs(moved[length]))
+            samples = over_samples_of(source, f"niah_single_1/{most}")
+            lengths = f"{len(moved)} length{'s' if len(moved) > 1 else ''} at which it finds any"
+            told = f"{source.title}: at most {abs(moved[most]):.1f} over {lengths}, up to {max(moved):,} tokens"
+            parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
+    verdict, detail = together(verdicts)
+    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, distinct(list(changes)))
+
+
+def missed(runs: list[tuple[int | None, dict[int, float]]], at_most: float) -> tuple[str, str]:
+    """Of runs of one model (seed, {length: change}): whether the interval over seeds stays within `at_most` at every
+    length that the paper's claim is about."""
+    seeds: dict[int, dict[int, list[float]]] = {}  # [length][seed]
+    for seed, changes in runs:
+        for length, change_ in changes.items():
+            if length >= PASSKEY_FROM:
+                of_length = seeds.setdefault(length, {})
+                if seed is not None:
+                    of_length.setdefault(seed, []).append(change_)
+    if not seeds:
+        return UNTESTABLE, f"it finds none at {PASSKEY_FROM:,} tokens or more, with or without"
+    bounds = [seed_interval([sum(x) / len(x) for x in known.values()]) for known in seeds.values()]
+    known_bounds = [b for b in bounds if b is not None]
+    if any(low > at_most or high < -at_most for low, high in known_bounds):
+        return FAILS, f"at a length the interval over seeds lies beyond {at_most:g}"
+    if len(known_bounds) < len(bounds):
+        return FEW, f"an interval over seeds takes {SEEDS} runs"
+    if all(-at_most <= low and high <= at_most for low, high in known_bounds):
+        return HOLDS, f"the interval over seeds is within {at_most:g} at every length"
+    return FEW, f"the interval over seeds holds more than {at_most:g}"
+
+
+def over_samples_of(source: Source, score: str) -> tuple[float, float] | None:
+    """95% interval of what switching off changes, from the samples that `ccq analyze intervene` leaves beside it."""
+    both = []
+    for which in ("none", "off"):
+        path = source.path.parent / which / "niah.json"
+        try:
+            content = json.loads(path.read_text())
+            content["scores"][score]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        both.append(Source("eval", "niah", path, content))
+    return sample_difference(both[0], both[1], score)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ccq import shipped
 from ccq.report.systems import LABELS, System, from_config, from_name, scale_label
 
 # folders that hold no results
@@ -35,7 +36,7 @@ BENCHES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """One result file, or the folder of a run."""
 
@@ -48,6 +49,9 @@ class Source:
     records: list[dict] = field(default_factory=list)  # of a run: its log
     origins: list[dict] = field(default_factory=list)  # of a run: one each time that it was begun or went on
     number: int = 0  # of its footnote
+    tokens: int | None = None  # that the model was trained on, where known; samples, of a run on recall
+    text: str = ""  # of a run on text: the fingerprint of its tokens
+    run: Source | None = None  # of an evaluation or analysis: the run that trained its model
 
     @property
     def name(self) -> str:
@@ -138,6 +142,7 @@ class Collection:
                 for (suite, limit), names in kinds.items()
             ]
             notes.append(f"Quick looks, not whole suites: {', '.join(told)}.")
+        notes += self.needle_notes()
         origins = [origin for s in self.sources for origin in s.origins or [s.origin]]
         commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
         if len(commits) > 1:
@@ -154,6 +159,36 @@ class Collection:
             asked.setdefault((s.detail, s.system.size if s.system else ""), set()).add(s.content["samples"].get("hash"))
         for suite in dict.fromkeys(suite for (suite, _), hashes in asked.items() if len(hashes) > 1):
             notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
+        return notes
+
+    def needle_notes(self) -> list[str]:
+        """What scores of needles rest on: the keys that were asked for, and needle documents in the training text."""
+        asked = self.of("eval", "niah")
+        odd = [s for s in asked if (s.content.get("settings") or {}).get("keys") == "odd"]
+        notes = []
+        if odd:
+            who = "" if len(odd) == len(asked) else f" by {', '.join(dict.fromkeys(s.title for s in odd))}"
+            notes.append(
+                f"Needles asked for{who} have keys and values that needle documents of training never hold (`--keys "
+                "odd`): not all that RULER draws."
+            )
+        shares = needle_shares(self.of("run"))
+        told: dict[str, list[str]] = {}  # what is known of a text: sizes of the models trained on it
+        for s in asked:
+            ships = None if s.run else shipped_facts(s.content["model"]["name"])
+            share = shares.get(s.run.text) if s.run else ships and needle_share(ships)
+            known = ""
+            if share:
+                known = f"{share:.0%} of the training tokens are needle documents; the paper names none in its text"
+            elif s.run and s in odd and s.run.content["data"].get("path"):
+                text = Path(s.run.content["data"]["path"]).name
+                known = (
+                    f"the training text is called `{text}`; how much of it is needle documents, its files do not say "
+                    "(`docs/assumptions.md` does, of the runs in the repository)"
+                )
+            if known:
+                told.setdefault(known, []).append(scale_label(s.system.size) if s.system else "")
+        notes += [f"Needles at {', '.join(dict.fromkeys(sizes))}: {known}." for known, sizes in told.items()]
         return notes
 
 
@@ -204,12 +239,12 @@ def take(file: Path, found: Collection) -> None:
             found.ignored.append(short)
             return
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         found.problems.append(f"{short} is damaged and left out: {str(error).splitlines()[0]}.")
         return
     try:
         source = recognise(file, content, found)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         found.problems.append(f"{short} lacks what it should have and is left out: {type(error).__name__} {error}.")
         return
     if source is None:
@@ -223,6 +258,8 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
     if not isinstance(content, dict):
         return None
     if {"suite", "scores", "samples"} <= content.keys():
+        if not isinstance(content["suite"], str):
+            raise TypeError(f"suite: expected a name, got {content['suite']!r}")
         for score in content["scores"].values():
             if score["value"] is not None:
                 float(score["value"])
@@ -269,11 +306,14 @@ def check(content: dict, model: bool = True) -> None:
             raise TypeError(f"{name}: expected {kind.__name__}, got {origin[name]!r}")
     if model and not isinstance(content["model"]["name"], str):
         raise TypeError(f"model: name: expected a name, got {content['model']['name']!r}")
+    if model and not isinstance(content["model"].get("hash"), str | None):
+        raise TypeError(f"model: hash: expected a text, got {content['model']['hash']!r}")
 
 
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
     source = Source("run", "", folder, config)
     source.system, source.seed = from_config(config, folder.name)
+    source.tokens = int(config["steps"]) * trained_on(config["data"])[0]
     told = folder / "provenance.json"
     try:
         source.origins = json.loads(told.read_text()) if told.exists() else []
@@ -282,6 +322,11 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     except (ValueError, TypeError, AttributeError) as error:
         source.origins = []
         found.problems.append(f"{folder.name}/provenance.json is damaged and left out: {str(error).splitlines()[0]}.")
+    data = folder / "data.json"
+    try:
+        source.text = str(json.loads(data.read_text())["path"] or "") if data.exists() else ""
+    except (ValueError, TypeError, KeyError, RecursionError):
+        found.problems.append(f"{folder.name}/data.json is damaged and left out.")
     log = folder / "log.jsonl"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):
@@ -289,13 +334,20 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
             record = json.loads(line)
             int(record["step"])
             source.records.append(record)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             if number < len(lines):  # the last line may be cut by the death of its process
                 found.problems.append(f"{folder.name}/log.jsonl: line {number} is damaged and left out.")
     steps = int(config["steps"])
     if source.last_step < steps:
         found.unfinished.append(f"{folder.name} is not finished: step {source.last_step:,} of {steps:,}.")
     return source
+
+
+def trained_on(data: dict) -> tuple[int, str]:
+    """(how much of it a step takes, what that is) of a run's data."""
+    if data.get("source") == "tokens":
+        return int(data["batch"]) * int(data["length"]), "tokens"
+    return int(data.get("batch") or 0), "samples"
 
 
 def longest(runs: list[Source]) -> list[Source]:
@@ -320,19 +372,102 @@ def tell_data_apart(runs: list[Source]) -> None:
             run.system = replace(run.system, variant=", ".join(filter(None, (run.system.variant, f"text {name}"))))
 
 
+def may_be(source: Source, run: Source) -> bool:
+    """Whether a result can be of a run by the number of parameters, where both are known."""
+    count = source.content["model"].get("parameters")
+    sizes = sizes_of(run)
+    return count is None or sizes is None or count == sizes[0] + sizes[1]
+
+
+def rate_of(run: Source) -> float:
+    return float(run.content["optimizer"]["lr"])
+
+
+def last_of(run: Source, name: str) -> float | None:
+    values = [record[name] for record in run.records if record.get(name) is not None]
+    return float(values[-1]) if values else None
+
+
+def sizes_of(run: Source) -> tuple[int, int, int] | None:
+    """Parameters of the body and of the embeddings, and bytes of the state; None for a config of another version."""
+    from ccq.model.config import CCQConfig
+    from ccq.model.info import info
+
+    try:
+        found = info(CCQConfig(**run.content["model"]), run.content["data"]["length"])
+    except (TypeError, ValueError, KeyError):
+        return None
+    return found.body, found.embedding, found.state_bytes
+
+
+def shipped_model(name: str) -> tuple[System, int | None, int] | None:
+    """System, seed and training tokens of a model that ships with the package; None for any other name."""
+    if name not in shipped.names():
+        return None
+    folder = shipped.root() / name
+    try:
+        told = shipped.manifest(folder)
+        system, _ = from_config({"model": json.loads((folder / "config.json").read_text())}, name)
+        return system, told["seed"], int(told["tokens"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: `ccq.load` names it
+        return None
+
+
+def shipped_facts(name: str) -> dict[str, Any] | None:
+    """What results.json of a model that ships says of its training; None for any other name."""
+    if name not in shipped.names():
+        return None
+    try:
+        return json.loads((shipped.root() / name / "results.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def needle_share(facts: dict[str, Any]) -> float:
+    return facts["data"]["needle_tokens"] / facts["data"]["tokens"]
+
+
+def needle_shares(runs: list[Source]) -> dict[str, float]:
+    """{fingerprint of a text: the share of needle documents in it}, where a model that ships was trained on it: the
+    run with its command and date."""
+    shares = {}
+    for name in shipped.names():
+        facts = shipped_facts(name) or {}
+        for run in runs:
+            first = run.origins[0] if run.origins else {}
+            if run.text and facts.get("data") and all(facts.get(k) == first.get(k) for k in ("command", "date")):
+                shares[run.text] = needle_share(facts)
+    return shares
+
+
+def text_of_gate(source: Source) -> str:
+    """What `ccq analyze gate` read as ordinary text."""
+    text = (source.content.get("settings") or {}).get("text")
+    return {"filler": "our filler", None: "text"}.get(text, f"the text {text}")
+
+
 def identify(found: Collection) -> None:
-    """Say of every evaluation and analysis what it is of: the run it lies in or is named after, else its names."""
+    """Say of every evaluation and analysis what it is of: the run it lies in, a model that ships, the run it is named
+    after, else its names."""
     runs = found.of("run")
     tell_data_apart(runs)
-    for source in found.sources:
-        if source.kind not in ("eval", "analysis"):
-            continue
+    judged = [source for source in found.sources if source.kind in ("eval", "analysis")]
+    hashes: dict[str, Source] = {}  # of weights that were evaluated within the folder of a run
+    for source in judged:
+        source.run = next((run for run in runs if run.path in source.path.parents), None)
+        if source.run is not None and (known := source.content["model"].get("hash")):
+            hashes.setdefault(known, source.run)
+    for source in judged:
         name, _, change = source.content["model"]["name"].partition(", lam ")  # as `ccq analyze intervene` calls it
-        inside = [run for run in runs if run.path in source.path.parents]
-        named = [run for run in runs if run.path.name in (name, source.path.parent.name)]
-        run = next(iter([*inside, *named]), None)
-        if run is not None:
-            source.system, source.seed = run.system, run.seed
+        named = [run for run in runs if run.path.name in (name, source.path.parent.name) and may_be(source, run)]
+        ships = shipped_model(name)
+        source.run = source.run or hashes.get(source.content["model"].get("hash") or "")
+        if source.run is None and ships is None:
+            source.run = next(iter(named), None)
+        if source.run is not None:
+            source.system, source.seed, source.tokens = source.run.system, source.run.seed, source.run.tokens
+        elif ships is not None:  # whatever run has that name: the weights are not known to be its
+            source.system, source.seed, source.tokens = ships
         else:
             told = [from_name(name), from_name(source.path.parent.name)]
             source.system = next((system for system, _ in told if system.name in LABELS), System(name))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ccq.report.collect import Collection, Source, longest
+from ccq.report.collect import Collection, Source, longest, text_of_gate
 from ccq.report.document import Figure, Panel
 from ccq.report.numbers import Results
 from ccq.report.paper import Paper
@@ -107,6 +107,18 @@ def svg(draw: Callable[[Any], None], size: tuple[float, float], title: str = "")
         buffer = io.StringIO()
         canvas.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
+
+
+def rehearse(figure: Figure) -> None:
+    """Draw and lay out every panel, and write nothing: what cannot be drawn raises."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(STYLE):
+        for panel in figure.panels:
+            canvas = Canvas(figsize=figure.size)
+            panel.draw(canvas.subplots())
+            canvas.draw_without_rendering()
 
 
 def inline(text: str, prefix: str, alt: str) -> str:
@@ -582,8 +594,9 @@ def gates(found: Collection) -> Figure | None:
 
         return Panel(source.title, draw)
 
+    texts = ", ".join(dict.fromkeys(text_of_gate(source) for source in sources))
     return Figure("gates", "How much is cleaned, by layer",
-                  "Mean gate over heads on ordinary text, on the filler of needle prompts, and where a needle is "
+                  f"Mean gate over heads on text ({texts}), on the filler of needle prompts, and where a needle is "
                   "retrieved. The paper: 0.29 on text, 0.40 at retrieval (mean over layers).",
                   [panel(source) for source in sources],
                   [(place, *style, "o") for place, style in PLACES.items()], columns=2, size=(4.0, 2.8),

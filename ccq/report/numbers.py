@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
-from ccq.report.collect import Collection, Source, longest
+from ccq.report.collect import Collection, Source, last_of, rate_of
 from ccq.report.systems import System
 
 SEEDS = 3  # runs below which no interval over seeds is given
 # 97.5% quantiles of Student's t for 2, 3, ... degrees of freedom; past the end the normal's
-STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+           2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
+           2.045, 2.042)  # fmt: skip
 
 Interval = tuple[float, float]
+
+
+def student(n: int) -> float:
+    """Errors of the mean of n values, three at least, on either side of it that make 95%."""
+    return STUDENT[n - 3] if n - 3 < len(STUDENT) else 1.96
 
 
 def seed_interval(values: Sequence[float]) -> Interval | None:
@@ -28,8 +37,8 @@ def seed_interval(values: Sequence[float]) -> Interval | None:
         return None
     mean = sum(values) / n
     deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
-    t = STUDENT[n - 3] if n - 3 < len(STUDENT) else 1.96
-    return mean - t * deviation / math.sqrt(n), mean + t * deviation / math.sqrt(n)
+    half = student(n) * deviation / math.sqrt(n)
+    return mean - half, mean + half
 
 
 @dataclass
@@ -40,6 +49,7 @@ class Estimate:
     sources: list[Source]
     samples: list[Interval | None]  # of each run, over test samples
     notes: list[str]
+    possible: Interval = (0.0, 100.0)  # what values can be: per cent, unless told
 
     @property
     def value(self) -> float:
@@ -48,15 +58,25 @@ class Estimate:
 
     @property
     def by_seed(self) -> dict[int | None, float]:
-        """A mean for each seed: a run that was repeated, or evaluated twice, counts once."""
+        """A mean for each seed: a run that was repeated, or evaluated twice, counts once. One whose seed is not known
+        may be any of them, and counts where there is no other."""
         seeds: dict[int | None, list[float]] = {}
         for source, value in zip(self.sources, self.values, strict=True):
             seeds.setdefault(source.seed, []).append(value)
+        if len(seeds) > 1:
+            seeds.pop(None, None)
         return {seed: sum(values) / len(values) for seed, values in seeds.items()}
 
     @property
     def over_seeds(self) -> Interval | None:
-        return seed_interval([value for seed, value in self.by_seed.items() if seed is not None])
+        """Cut at what is possible."""
+        bounds = seed_interval(list(self.by_seed.values()))
+        return None if bounds is None else (max(bounds[0], self.possible[0]), min(bounds[1], self.possible[1]))
+
+    @property
+    def tokens(self) -> int | None:
+        """That each was trained on, where known."""
+        return next((source.tokens for source in self.sources if source.tokens is not None), None)
 
     @property
     def over_samples(self) -> Interval | None:
@@ -65,6 +85,12 @@ class Estimate:
         if len(known) < len(self.values):
             return None
         return sum(low for low, _ in known) / len(known), sum(high for _, high in known) / len(known)
+
+
+def seed_differences(one: Estimate, two: Estimate) -> dict[int | None, float]:
+    """{seed: one - two} of the seeds that both have."""
+    theirs = two.by_seed
+    return {seed: value - theirs[seed] for seed, value in one.by_seed.items() if seed in theirs}
 
 
 def scores_like(scores: dict, pattern: str) -> list[str]:
@@ -80,17 +106,60 @@ VALID = "valid:perplexity"  # of a run on its validation data, where evaluations
 
 def validations(found: Collection) -> list[Source]:
     """The last validation of each finished run on text, as if it were an evaluation."""
-    finished = {}
+    made = []
     for run in found.of("run"):
         values = [record for record in run.records if record.get("valid_perplexity") is not None]
         if run.system is not None and values and int(values[-1]["step"]) >= int(run.content["steps"]):
-            finished[id(run)] = float(values[-1]["valid_perplexity"])
-    made = []
-    for run in longest([run for run in found.of("run") if id(run) in finished]):
-        score = {"value": finished[id(run)], "interval": None}
-        content = {"scores": {"perplexity": score}, "run": run.content}
-        made.append(replace(run, kind="eval", detail="valid", content=content))
+            score = {"value": float(values[-1]["valid_perplexity"]), "interval": None, "aggregate": "perplexity"}
+            content = {"scores": {"perplexity": score}}
+            made.append(replace(run, kind="eval", detail="valid", content=content, run=run))
     return made
+
+
+def counted(sources: Sequence[Source]) -> list[Source]:
+    """Those of one system that make one number: of the longest training (shorter runs are those of a sweep), at the
+    rate that validated best, and of each seed one set of weights, with those trained again under the name repeat."""
+    most = max((source.tokens for source in sources if source.tokens is not None), default=None)
+    sources = [source for source in sources if source.tokens in (None, most)]
+    rates: dict[float, list[Source]] = {}
+    for source in sources:
+        if source.run is not None:
+            rates.setdefault(rate_of(source.run), []).append(source.run)
+    best = max(rates, key=lambda rate: (validation(rates[rate]), -rate), default=None)
+    sources = [source for source in sources if source.run is None or rate_of(source.run) == best]
+    kept = []
+    for seed in dict.fromkeys(source.seed for source in sources):
+        mine = [source for source in sources if source.seed == seed]
+        first = [source for source in mine if not is_repeat(source)]
+        if first:  # several: most samples, then the newest
+            chosen = max(first, key=lambda s: ((s.content.get("samples") or {}).get("count") or 0, s.date))
+            mine = [source for source in mine if source not in first or weights_of(source) == weights_of(chosen)]
+        kept += mine
+    return kept
+
+
+def validation(runs: list[Source]) -> float:
+    """How well runs did on their validation data, a mean: the more the better."""
+    for name, sign in (("valid_perplexity", -1.0), ("valid_accuracy", 1.0)):
+        values = [value for run in runs if (value := last_of(run, name)) is not None]
+        if values:
+            return sign * sum(values) / len(values)
+    return -math.inf
+
+
+def weights_of(source: Source) -> Any:
+    """What tells models apart: one model evaluated twice is no second run."""
+    return (source.content.get("model") or {}).get("hash") or str(source.path)
+
+
+def is_repeat(source: Source) -> bool:
+    """Whether a run was made once more with its seed, on purpose: its name says so."""
+    names = [source.path.name, source.path.parent.name, (source.content.get("model") or {}).get("name", "")]
+    names += [source.run.path.name] if source.run is not None else []
+    return any(re.search(r"(?<![a-z])repeat\d*(?![a-z])", name) for name in names)
+
+
+POSSIBLE = {"perplexity": (1.0, math.inf)}  # by how samples make a score; else per cent
 
 
 class Results:
@@ -117,13 +186,14 @@ class Results:
     def estimate(self, system: System, where: str) -> Estimate | None:
         """The score `where` ("suite:score", with * for any length) of a system; None where no run has it."""
         suite, _, pattern = where.partition(":")
-        values, sources, samples, notes = [], [], [], []
-        runs = self.runs(system, suite)
-        for source in [run for run in runs if not run.content.get("quick_look")] or runs:  # a quick look, if no other
+        values, sources, samples, notes, possible = [], [], [], [], (0.0, 100.0)
+        runs = [run for run in self.runs(system, suite) if scores_like(run.content["scores"], pattern)]
+        runs = [run for run in runs if not run.content.get("quick_look")] or runs  # a quick look, if no other
+        used = counted(runs)
+        for source in used:
             names = scores_like(source.content["scores"], pattern)
-            if not names:
-                continue
             score = source.content["scores"][names[0]]
+            possible = POSSIBLE.get(score.get("aggregate"), possible)
             if score["value"] is None:
                 notes.append(f"{source.name}: {names[0]} is not a finite number")
                 continue
@@ -135,11 +205,12 @@ class Results:
                 notes.append(score["note"])
             if score.get("few"):
                 notes.append(f"only {score['n']} windows")
-        return Estimate(values, sources, samples, notes) if values else None
+        for run in runs:
+            if run not in used and run.seed in {source.seed for source in used if source.tokens == run.tokens}:
+                notes.append(f"{run.name}, of the same seed, is left out: other weights, or another rate")
+        return Estimate(values, sources, samples, notes, possible) if values else None
 
-    def pairs(self, system: System, control: System, where: str) -> dict[int | None, float]:
-        """{seed: system - control} of the runs whose seeds are equal."""
+    def both(self, system: System, control: System, where: str) -> tuple[Estimate, Estimate] | None:
+        """The score of a system and of its control, where both have it for a seed."""
         one, two = self.estimate(system, where), self.estimate(control, where)
-        if one is None or two is None:
-            return {}
-        return {seed: value - two.by_seed[seed] for seed, value in one.by_seed.items() if seed in two.by_seed}
+        return None if one is None or two is None or not seed_differences(one, two) else (one, two)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import ccq
-from ccq.report import analyses, claims, figures, runs, speed, tables
+from ccq.report import analyses, claims, docs, figures, html, markdown, runs, speed, tables
 from ccq.report import paper as papers
 from ccq.report import recall as recalls
 from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
@@ -39,35 +39,40 @@ NOTHING = (
 )
 
 
-class Nowhere:
-    """Axes on which anything can be drawn and nothing is."""
-
-    def __getattr__(self, _: str) -> Nowhere:
-        return self
-
-    def __getitem__(self, _: object) -> Nowhere:
-        return self
-
-    def __call__(self, *_: object, **__: object) -> Nowhere:
-        return self
-
-
-def without_unusable(found: Collection) -> Collection:
-    """Results less those of which no page can be made: other versions, or damage that is still JSON. They are named."""
-    usable, problems = [], list(found.problems)
-    for source in found.sources:
-        try:
-            for figure in figures_of(assemble(Collection([source])).parts):
-                for panel in figure.panels:
-                    panel.draw(Nowhere())
-            usable.append(source)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
-            problems.append(f"{source.name} lacks what it should have and is left out: {type(error).__name__} {error}.")
-    return replace(found, sources=usable, problems=problems)
+# what a file that is JSON, and not what it should be, makes of a page
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def build(found: Collection) -> Document:
-    return assemble(without_unusable(found))
+    """The page. Results of which none can be made (other versions, damage that is still JSON) are left out by name."""
+    try:
+        return rehearsed(assemble(found))
+    except DAMAGE:
+        return assemble(without_unusable(found))
+
+
+def rehearsed(document: Document) -> Document:
+    """The page, once it is known that it can be written: some damage shows only in a cell, or in a line drawn."""
+    markdown.page(document)
+    for table in docs.tables_of(document.parts).values():
+        html.table(table)
+    for figure in figures_of(document.parts):
+        if figure.name != "picture":  # which no result is in
+            figures.rehearse(figure)
+    return document
+
+
+def without_unusable(found: Collection) -> Collection:
+    """Results less those of which no page can be made by themselves; they are named."""
+    usable, problems = [], list(found.problems)
+    for source in found.sources:
+        try:
+            rehearsed(assemble(Collection([source])))
+            usable.append(source)
+        except DAMAGE as error:
+            told = (str(error) or "no more is said").splitlines()[0]
+            problems.append(f"{source.name} lacks what it should have and is left out: {type(error).__name__} {told}.")
+    return replace(found, sources=usable, problems=problems)
 
 
 def assemble(found: Collection) -> Document:

@@ -15,7 +15,7 @@ from ccq.report.figures import INK, legend_of, line_of
 from ccq.report.numbers import Estimate, Interval
 from ccq.report.paper import leaders
 from ccq.report.systems import LABELS, System, from_config
-from ccq.report.tables import MISSING, marks, our_cell
+from ccq.report.tables import MISSING, SMALL_PRINT, marks, our_cell
 
 DRAWS = 1000  # of the bootstrap
 
@@ -98,7 +98,9 @@ def bootstrap(part: dict) -> np.ndarray:
     """Accuracy of a slice in percent, its test samples drawn again and again: from how many of them had n right."""
     right, times = np.array(part["histogram"], dtype=np.int64).T
     count = times.sum()
-    counts = np.random.default_rng(0).multinomial(count, times / count, size=DRAWS)
+    # a stream of its own for each slice: they are other samples, and must not go up and down together
+    rng = np.random.default_rng([part.get("length", 0), part["pairs"]])
+    counts = rng.multinomial(count, times / count, size=DRAWS)
     return 100 * (counts @ right) / (count * part["pairs"])
 
 
@@ -226,8 +228,7 @@ def sweep_table(recall: Recall) -> Table | None:
         "Every row has the same data, steps and learning rates; the rate is chosen on validation samples, never on the "
         "test slices. Accuracy: mean over the test slices of the queries answered. State: of a sequence in fp32, the "
         "covariance counted; attention's at 256 tokens.",
-        "Small print in a cell: the 95% interval over seeds where there are three runs or more, else over test samples "
-        "(bootstrap); hover for both.",
+        f"{SMALL_PRINT}, else over test samples (bootstrap); hover for both.",
         *spread_notes(recall),
     ]
     missing = [name for source in recall.sources for name in source.content["missing"]]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ccq.report.collect import Collection, Source, longest
+from ccq.report.collect import Collection, Source, last_of, longest, rate_of, sizes_of
 from ccq.report.document import Block, Cell, Row, Table
-from ccq.report.numbers import VALID, Results
+from ccq.report.numbers import VALID, Results, counted, weights_of
 from ccq.report.systems import System, scale_label
 from ccq.report.tables import MISSING, human, marks, our_cell
 
@@ -25,16 +23,16 @@ def runs_table(found: Collection, results: Results) -> Table | None:
     ):
         tried = sorted((run for run in trained if run.system == system and steps_of(run) < steps), key=rate_of)
         estimate = results.estimate(system, VALID)
-        mine = {id(run.content) for run in runs}
-        whole = estimate is not None and all(id(source.content["run"]) in mine for source in estimate.sources)
+        mine = {id(run) for run in runs}
+        whole = estimate is not None and all(id(source.run) in mine for source in estimate.sources)
         last = [value for run in runs if (value := last_of(run, "valid_perplexity")) is not None]
-        numbers = size_of(runs[0])
+        numbers = sizes_of(runs[0])
         cells = [
             our_cell(estimate) if whole else Cell(f"{sum(last) / len(last):.2f}", kind="ours") if last else MISSING,
             Cell(", ".join(sorted({str(run.seed) for run in runs}))),
             Cell(f"{lr:g}", rates(tried)),
             Cell(f"{steps:,}", "" if all(run.last_step >= steps for run in runs) else "not finished"),
-            Cell(human(steps * tokens_of(runs[0]))),
+            Cell(human(runs[0].tokens or 0)),
             *(Cell(human(n)) for n in numbers[:2]),
             Cell(f"{numbers[2] / 2**20:.2f}"),
         ] if numbers else [MISSING]  # fmt: skip
@@ -44,8 +42,9 @@ def runs_table(found: Collection, results: Results) -> Table | None:
     head = ["", "validation perplexity", "seeds", "rate", "steps", "tokens", "parameters", "embeddings", "state, MiB"]
     notes = [
         "State: of a sequence of the training length, the covariance counted.",
-        "Small print below a perplexity: the 95% interval over seeds, where there are three; below a rate: validation "
-        "perplexity at each rate that was tried, in shorter runs with a seed that counts nowhere else.",
+        "Small print below a perplexity: the 95% interval of the mean over seeds (Student's t), where there are three; "
+        "below a rate: validation perplexity at each rate that was tried, in shorter runs with a seed that counts "
+        "nowhere else.",
     ]
     made = [Block(title, rows) for title, rows in blocks.items()]
     return Table("How each row was trained on text", head, made, notes, name="runs")
@@ -55,39 +54,13 @@ def steps_of(run: Source) -> int:
     return int(run.content["steps"])
 
 
-def rate_of(run: Source) -> float:
-    return float(run.content["optimizer"]["lr"])
-
-
-def tokens_of(run: Source) -> int:
-    """Of a step."""
-    return run.content["data"]["batch"] * run.content["data"]["length"]
-
-
 def rates(tried: list[Source]) -> str:
     """What a sweep over learning rates gave."""
     known = [(rate_of(run), value) for run in tried if (value := last_of(run, "valid_perplexity")) is not None]
     if not known:
         return ""
-    tokens = dict.fromkeys(human(steps_of(run) * tokens_of(run)) for run in tried)
+    tokens = dict.fromkeys(human(run.tokens or 0) for run in tried)
     return f"{', '.join(f'{lr:g}: {value:.1f}' for lr, value in known)} after {', '.join(tokens)}"
-
-
-def last_of(run: Source, name: str) -> float | None:
-    values = [record[name] for record in run.records if record.get(name) is not None]
-    return float(values[-1]) if values else None
-
-
-def size_of(run: Source) -> tuple[int, int, int] | None:
-    """Parameters of the body and of the embeddings, and bytes of the state; None for a config of another version."""
-    from ccq.model.config import CCQConfig
-    from ccq.model.info import info
-
-    try:
-        found = info(CCQConfig(**run.content["model"]), run.content["data"]["length"])
-    except (TypeError, ValueError, KeyError):
-        return None
-    return found.body, found.embedding, found.state_bytes
 
 
 def repeats_table(results: Results) -> Table | None:
@@ -95,20 +68,15 @@ def repeats_table(results: Results) -> Table | None:
     blocks = []
     for system, suites in results.by_system.items():
         for suite, sources in suites.items():
-            for seed in dict.fromkeys(source.seed for source in sources):
-                mine = [source for source in sources if source.seed == seed]
-                different = {identity(source): source for source in mine}
+            used = counted(sources)
+            for seed in dict.fromkeys(source.seed for source in used):
+                different = {weights_of(source): source for source in used if source.seed == seed}
                 if seed is not None and len(different) > 1:
                     blocks.append(repeated(system, suite, seed, list(different.values())))
     if not blocks:
         return None
     notes = ["Runs of one config and one seed. What separates two systems by less than this is not told from chance."]
     return Table("Run to run", ["", "values", "spread"], blocks, notes, name="repeats")
-
-
-def identity(source: Source) -> Any:
-    """Of the weights that were evaluated: one model evaluated twice is no second run."""
-    return (source.content.get("model") or {}).get("hash") or str(source.path)
 
 
 def repeated(system: System, suite: str, seed: int, sources: list[Source]) -> Block:

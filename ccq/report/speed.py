@@ -207,7 +207,7 @@ def inference_table(paper: Paper, found: Collection) -> Table:
 def over(sources: list[Source], system: str, value, row: dict) -> str:
     """What CCQ changes over its control, in brackets."""
     control = CONTROLS.get(system.removeprefix("ccq-")) if system.startswith("ccq-") else None
-    base = find(sources, system=control, size=row["size"], B=row["B"]) if control else None
+    base = find(sources, system=control, size=row["size"], B=row["B"], T=row.get("T")) if control else None
     return f" ({change(value(row) / value(base[0]))})" if base else ""
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ccq.report import paper as papers
-from ccq.report.claims import LEAST, Verdict, parse
+from ccq.report.claims import LEAST, LEAST_GAP, LEAST_GATE, PASSKEY_FROM, Verdict, parse
 from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
 from ccq.report.paper import Column, Paper, eligible, leaders
 from ccq.report.systems import SIZES, System, label_of, scale_label
 
+SMALL_PRINT = (
+    "Small print in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
+    "are three seeds or more"
+)
 MISSING = Cell("missing", kind="missing", hover="not among the results")
 
 
@@ -84,11 +88,12 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
     notes = papers.footnotes(paper, name)
     noted = [note for s in ours for c in columns if (e := results.estimate(s, c.where)) for note in e.notes]
     notes += [f"† {note}" for note in dict.fromkeys(noted)]
+    if name == "niah":
+        notes += results.found.needle_notes()
+        said = [note for s in results.found.of("eval", "niah") for note in s.content.get("notes") or ()]
+        notes += [f"Here: {note}." for note in dict.fromkeys(said) if not note.startswith("keys and values")]
     if ours:
-        notes.append(
-            "Small print in a cell: the 95% interval over seeds where there are three runs or more, else over test "
-            "samples; hover for both."
-        )
+        notes.append(f"{SMALL_PRINT}, else over test samples; hover for both.")
     return Table(f"{table.title} ({table.label})", ["", *(heading(c) for c in columns)], blocks, notes, name=name)
 
 
@@ -206,7 +211,15 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         "Claims about scores are judged on paired differences, seed by seed: **holds** where their 95% interval over "
         "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it leaves out any gain "
         f"that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else **not enough "
-        "runs**. Claims about cost hold where it is no more than the paper's."
+        "runs**; **not testable** where neither gets any right, both get all, or they were trained for unequal tokens. "
+        "Claims about cost hold where both backbones are measured, at the paper's batch and length, and it is no more "
+        "than the paper's on either.",
+        "Alignment is judged model by model on the 95% interval over prompts (Student's t), at every layer or in the "
+        f"mean over layers: **holds** where it is below zero, **does not** where it leaves out a gap of {LEAST_GAP:g} "
+        "below zero, in one model; **not testable** where a head has no more than the top directions. The gate is "
+        f"judged as scores are, a gain of {LEAST_GATE:g} counting. Switching off **holds** where at every length of "
+        f"{PASSKEY_FROM:,} tokens and more at which a model finds any the interval over seeds is within the paper's "
+        "bound, **does not** where it lies beyond at one, and is **not testable** where there is no such length.",
     ]
     head = ["claim", "the paper", "here", "verdict"]
     caption = "Each claim, and what the results here say of it"

@@ -144,10 +144,17 @@ class Config:
             ("system.keep", self.system.keep, 1),
             ("system.log_every", self.system.log_every, 1),
             ("system.validate_every", self.system.validate_every, 1),
+            ("system.validate_windows", self.system.validate_windows, 1),
             ("system.patience", self.system.patience, 1),
         ):
             if value < least:
                 raise RunError(f"{name}: expected at least {least}, got {value}")
+        if not self.optimizer.eps > 0:
+            raise RunError(f"optimizer.eps: expected more than 0, got {self.optimizer.eps}")
+        if self.optimizer.clip is not None and not self.optimizer.clip > 0:
+            raise RunError(f"optimizer.clip: expected more than 0, or None for no clipping, got {self.optimizer.clip}")
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise RunError(f"optimizer.betas: expected at least 0 and below 1, got {self.optimizer.betas}")
 
 
 def to_json(config: Config) -> str:

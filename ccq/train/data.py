@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ccq.data.batches import Source
 from ccq.data.mqar import MQAR
-from ccq.data.shards import TokenShards
+from ccq.data.shards import TokenShards, read_index
 from ccq.data.windows import TokenWindows
 from ccq.train import RunError
 from ccq.train.config import Config
@@ -29,16 +31,29 @@ def valid_source(config: Config, checksums: bool = True) -> TokenWindows | MQAR 
     if data.valid_path is None:
         return None
     shards = TokenShards(data.valid_path, checksums=checksums)
+    if data.path is not None:
+        expected = read_index(Path(data.path))["tokenizer"]["hash"]
+        if shards.tokenizer_hash != expected:
+            raise RunError(
+                f"data.valid_path: expected tokens of the tokenizer of {data.path}, {expected[:12]}, got those of "
+                f"another in {data.valid_path}, {shards.tokenizer_hash[:12]}"
+            )
     windows = TokenWindows(shards, data.length, data.batch, config.seed, data.reset)
     return fits(windows, config, "data.valid_path")
 
 
-def mqar(config: Config, slices: tuple, split: str) -> MQAR:
+def recall_vocabulary(config: Config) -> int:
+    """The tokens that recall samples are made of."""
     vocabulary = config.data.recall_vocab_size or config.model.vocab_size
     if vocabulary > config.model.vocab_size:
         raise RunError(
             f"data.recall_vocab_size: expected at most model.vocab_size = {config.model.vocab_size}, got {vocabulary}"
         )
+    return vocabulary
+
+
+def mqar(config: Config, slices: tuple, split: str) -> MQAR:
+    vocabulary = recall_vocabulary(config)
     return MQAR(config.data.batch, slices, seed=config.seed, split=split, vocab_size=vocabulary)
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ccq.data.shards import whole_folder
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import FAILURES, folder_of, newest, problem, reason, steps_in
@@ -61,8 +63,13 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
             model.generation_config.eos_token_id = model.config.eos_token_id
             model.generation_config.bos_token_id = model.config.bos_token_id
             model.generation_config.pad_token_id = model.config.pad_token_id
-        tokenizer.save_pretrained(out)
-    model.save_pretrained(out)
+    try:
+        with whole_folder(out, last="config.json", instead_of="*.safetensors*") as partial:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            model.save_pretrained(partial)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out} could not be written: {reason(error)}") from error
     return step
 
 

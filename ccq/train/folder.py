@@ -75,9 +75,9 @@ def claim(folder: Path, config: Config) -> None:
     if path.exists():
         different = configs.differences(configs.read(path), config)
         if (folder / DATA).exists():
-            before = json.loads((folder / DATA).read_text())
+            before = read_data(folder / DATA)
             different += [
-                f"data.{name}: the tokens in {getattr(config.data, name)} are not those that the run began with"
+                f"data.{name}: {other_tokens(getattr(config.data, name), before[name])}"
                 for name in data
                 if before[name] != data[name]
             ]
@@ -92,6 +92,23 @@ def claim(folder: Path, config: Config) -> None:
             os.rename(copy, folder / TOKENIZER)
     write_atomically(folder / DATA, json.dumps(data, indent=1).encode())
     write_atomically(path, configs.to_json(config).encode())
+
+
+def read_data(path: Path) -> dict[str, str | None]:
+    """Fingerprints of what the run is trained and validated on."""
+    try:
+        found = json.loads(path.read_text())
+        return {name: found[name] for name in ("path", "valid_path")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error!r}): expected what the run wrote of its data") from None
+
+
+def other_tokens(given: str | None, before: str | None) -> str:
+    if given is None:
+        return "the run began with tokens, got none"
+    if before is None:
+        return f"the run began without, got {given}"
+    return f"the tokens in {given} are not those that the run began with"
 
 
 def note_origin(folder: Path, step: int) -> None:

@@ -43,6 +43,7 @@ ROWS = (
 RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zoology's
 REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
 TIERS = {"rows": (2_000, (0,)), "seeds": (10_000, (1, 2, 3))}  # steps, seeds
+OPTIONS = {"optimizer.lr": "--rates", "seed": "--seeds", "steps": "--steps"}  # fields that name a run
 POINTS = 40  # of a curve
 TEST_SEED = 0  # the test samples are the same for all runs
 
@@ -64,6 +65,14 @@ class Spec:
         changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
         where = f"-{changed}" * bool(changed)
         return f"{self.row}-{self.size}-lr{self.lr:.2e}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
+
+    @staticmethod
+    def row_of(name: str) -> str:
+        return name.partition("-")[0]
+
+    @staticmethod
+    def is_repeat(name: str) -> bool:
+        return "-r0" not in name
 
     def config(self) -> Any:
         from ccq.recipes import recipe
@@ -151,11 +160,12 @@ def result(spec: Spec, run: Any, looks: list[tuple[int, list[int]]], options: di
     from ccq.model.info import info
     from ccq.provenance import provenance
     from ccq.train.config import model_config
+    from ccq.train.data import recall_vocabulary
 
     config = run.config
     slices = config.data.valid_slices
     with run.on_stream():
-        samples = test_data(slices, options["test_samples"], config.model.vocab_size, run.device)
+        samples = test_data(slices, options["test_samples"], recall_vocabulary(config), run.device)
         right = [run.right(x).cpu().numpy() for x in samples]
     numbers = info(model_config(config.model), 256)
     layers = [layer.mixer for layer in run.model.model.blocks()]
@@ -371,24 +381,28 @@ def groups_of(tier: str, options: argparse.Namespace, chosen: dict[str, float]) 
 
 
 def chosen_rates(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each row, the rate with the best mean accuracy on the validation slices; of equal ones the smaller."""
-    best: dict[str, tuple[float, float]] = {}
+    """Of each row, the rate with the best mean accuracy over seeds and validation slices; of equal ones the smaller."""
+    found: dict[str, dict[float, list[float]]] = {}
     for run in runs:
         if run["repeat"] == 0:
-            key = (run["valid"]["accuracy"], -run["lr"])
-            best[run["row"]] = max(best.get(run["row"], key), key)
-    return {row: -lr for row, (_, lr) in best.items()}
+            found.setdefault(run["row"], {}).setdefault(run["lr"], []).append(run["valid"]["accuracy"])
+    return {row: max(rates, key=lambda lr: (np.mean(rates[lr]), -lr)) for row, rates in found.items()}
 
 
 def read_chosen(path: Path, rows: Sequence[str]) -> dict[str, float]:
+    """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there."""
     try:
-        chosen = json.loads(path.read_text())["chosen"]
+        content = json.loads(path.read_text())
+        unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
+        chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
     except FileNotFoundError:
         raise RunError(f"{path} is missing: `--tier rows` writes it, and the rates are chosen there") from None
-    missing = [row for row in rows if row not in chosen]
-    if missing:
-        raise RunError(f"{path} has no rate for {', '.join(missing)}: finish `--tier rows` first")
-    return {row: chosen[row] for row in rows}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is damaged ({error!r}): expected what `ccq sweep --tier rows` writes") from None
+    for row in rows:
+        if row not in chosen or row in unfinished:
+            raise RunError(f"{path} lacks runs of {row} to choose its rate among: finish `--tier rows` first")
+    return chosen
 
 
 def merge(
@@ -396,6 +410,7 @@ def merge(
 ) -> dict[str, Any]:
     """All finished runs of a tier as one file; returns what is in it."""
     from ccq.provenance import provenance
+    from ccq.train.data import recall_vocabulary
 
     specs = [spec for group in groups for spec in group]
     paths = [out / "runs" / f"{spec.name}.json" for spec in specs]
@@ -413,14 +428,14 @@ def merge(
             "rates": sorted({spec.lr for spec in specs}),
             "seeds": sorted({spec.seed for spec in specs}),
             "dtype": config.dtype,
-            "vocab_size": config.model.vocab_size,
+            "vocab_size": recall_vocabulary(config),
             "schedule": "cosine to 0 over the steps, no warm-up" if not config.optimizer.warmup else "warm-up, cosine",
             "optimizer": optimizer,
             "train_slices": data.slices,
             "valid_slices": data.valid_slices,
             "test_slices": [(s[0], s[1], test_samples) for s in data.valid_slices],
             "test_seed": TEST_SEED,
-            "chosen_by": "mean accuracy over the validation slices after the last step",
+            "chosen_by": "mean accuracy over seeds and validation slices after the last step",
         },
         "provenance": provenance(),
         "chosen": chosen if tier == "seeds" else chosen_rates(runs),
@@ -516,6 +531,7 @@ def sweep(options: argparse.Namespace) -> int:
         groups = groups_of(tier, options, chosen)
         for group in groups:
             group[0].config()  # refuse now what no run can have
+        check_test_samples(groups, out, options.test_samples)
         todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
         todo = [group for group in todo if group]
         count, total = sum(map(len, todo)), sum(map(len, groups))
@@ -539,11 +555,26 @@ def sweep(options: argparse.Namespace) -> int:
     return code or (1 if content["missing"] else 0)
 
 
+def check_test_samples(groups: list[list[Spec]], out: Path, samples: int) -> None:
+    """RunError where a finished run was tested on another number: one file must not mix them."""
+    for spec in itertools.chain(*groups):
+        path = out / "runs" / f"{spec.name}.json"
+        if path.exists():
+            found = sorted({part["samples"] for part in json.loads(path.read_text())["test"]["slices"]})
+            if found not in ([], [samples]):
+                raise RunError(
+                    f"--test-samples: {path} was tested on {found[0]} of each slice, asked for {samples}. "
+                    f"Give --test-samples {found[0]}, or take another --out"
+                )
+
+
 def change(text: str) -> tuple[str, Any]:
     """A field and its value, lists as tuples."""
     name, sign, value = text.partition("=")
     if not sign:
         raise RunError(f"--set: expected FIELD=JSON, got {text!r}")
+    if name in OPTIONS:
+        raise RunError(f"--set {name}: the runs of a sweep differ in it, give it with {OPTIONS[name]}")
     try:
         return name, tuples(json.loads(value))
     except json.JSONDecodeError:

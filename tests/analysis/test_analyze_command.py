@@ -128,3 +128,19 @@ def test_an_unknown_kind_names_the_nearest(capsys):
 def test_what_is_not_there_is_said_without_a_traceback(arguments, text, capsys):
     assert cli.main(["analyze", *arguments]) == 1
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["alignment", "gate", "margin"])
+def test_a_model_without_a_tokenizer_is_told_of_the_option(folder, capsys, kind):
+    model = folder()
+    for path in model.glob("*token*"):
+        path.unlink()
+    assert cli.main(["analyze", kind, str(model)]) == 1
+    assert "ccq-gla has no tokenizer: give one with --tokenizer" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_folder_is_said_to_be_none_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["analyze", "alignment", "no-such-model-at-all"]) == 1
+    assert capsys.readouterr().err.startswith("ccq analyze alignment: there is no folder no-such-model-at-all, and")

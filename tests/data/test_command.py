@@ -4,6 +4,7 @@ import pytest
 
 from ccq.cli import main
 from ccq.data.shards import TokenShards
+from ccq.data.tokenizer import load_tokenizer
 
 
 def test_tokenizer_prepare_check(tmp_path, corpus, capsys):
@@ -22,6 +23,29 @@ def test_tokenizer_prepare_check(tmp_path, corpus, capsys):
     assert TokenShards(out).index["settings"]["needles"]["forms"] == ["note"]
     assert main(["data", "check", out]) == 0
     assert "sound" in capsys.readouterr().out
+
+
+def test_a_tokenizer_is_whole_or_not_there(tmp_path, corpus, capsys, monkeypatch):
+    """Scripts take its folder for a finished one."""
+    command = ["data", "tokenizer", str(corpus), "--vocab-size", "300", "--out"]
+    (tmp_path / "afile").write_text("mine")
+    assert main([*command, str(tmp_path / "afile")]) == 1
+    output = capsys.readouterr()
+    assert "afile is a file: expected a folder" in output.err
+    assert "Wrote" not in output.out
+    assert (tmp_path / "afile").read_text() == "mine"
+
+    def killed(self, folder, *_, **__):
+        (folder / "tokenizer_config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as death:
+        death.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", killed)
+        assert main([*command, str(tmp_path / "out")]) == 130
+    assert not (tmp_path / "out").exists()
+    assert main([*command, str(tmp_path / "out")]) == 0
+    assert load_tokenizer(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"afile", "out"}
 
 
 def test_check_names_every_damaged_shard(some_shards, capsys):

@@ -2,13 +2,15 @@
 
 import json
 import math
+import types
 
 import numpy as np
 import pytest
 
 from ccq import cli
 from ccq.evaluate import statistics
-from ccq.evaluate.compare import compare, paired
+from ccq.evaluate.compare import compare, paired, paired_average
+from ccq.report.claims import sample_difference
 
 
 def rows_of(scores, group="g", **more):
@@ -21,9 +23,11 @@ def write_run(folder, groups, aggregate="mean", suite="niah", hash_="h", quick=F
     scores = {name: statistics.summary(mine, aggregate) for name, mine in groups.items()}
     if len(groups) > 1:
         scores["average"] = statistics.average(groups)
-    result = {"suite": suite, "scores": scores, "samples": {"hash": hash_}, "quick_look": quick}
+    samples = {"hash": hash_, "count": len(rows)}
+    result = {"suite": suite, "scores": scores, "samples": samples, "quick_look": quick}
     (folder / f"{suite}.json").write_text(json.dumps(result))
-    (folder / f"{suite}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / f"{suite}.jsonl").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -76,6 +80,72 @@ def test_chance_is_called_significant_about_one_time_in_twenty():
     assert 0 < sum(calls) <= 12  # 4 expected; more than 12 has p = 3e-4
 
 
+@pytest.mark.parametrize("n", [6, 9])
+def test_chance_is_called_significant_one_time_in_twenty_with_few_units_too(n):
+    """Without Student's t it is 13 times in a hundred at 6 units."""
+    rng = np.random.default_rng(3)
+    calls = [
+        paired(rows_of(rng.normal(size=n)), rows_of(rng.normal(size=n)), "mean")["significant"] for _ in range(800)
+    ]
+    assert 0.02 < np.mean(calls) < 0.08  # of 0.05, four deviations
+
+
+def test_the_interval_of_few_units_is_students():
+    rng = np.random.default_rng(4)
+    one, two = rng.normal(size=(2, 8))
+    found = paired(rows_of(one), rows_of(two), "mean")
+    half = 100 * 2.365 * (two - one).std(ddof=1) / math.sqrt(8)  # t of 7 degrees of freedom
+    assert (found["interval"][1] - found["interval"][0]) / 2 == pytest.approx(half, rel=0.1)
+
+
+@pytest.mark.parametrize("freedom", [5, 6, 10, 40, 400])
+def test_students_quantile(freedom):
+    """P(|T| < t) = 95%, by summing the density."""
+    x = np.linspace(-60, 60, 1_200_001)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+    assert density[np.abs(x) < statistics.student(freedom)].sum() * 1e-4 == pytest.approx(0.95, abs=2e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_too_few_units_have_no_interval_and_the_table_says_so(n, tmp_path, capsys):
+    """All on one side of zero, as chance alone has five one time in sixteen; windows of a document are one unit."""
+    runs = []
+    for name, loss in (("gla", 3.0), ("ccq-gla", 2.0)):
+        rows = [{"id": f"a/{w}/{d}", "group": "a", "unit": d, "score": loss, "weight": 1}
+                for w in range(9) for d in range(n)]  # fmt: skip
+        runs.append(write_run(tmp_path / name, {"a": rows}, "perplexity", "length"))
+    table = compare(runs)["suites"]["length"]["a"]["differences"][0]
+    assert table == {"samples": 9 * n, "units": n, "difference": pytest.approx(math.exp(2) - math.exp(3)),
+                     "interval": None, "p": None, "significant": False}  # fmt: skip
+    assert cli.main(["compare", *map(str, runs)]) == 0
+    shown = capsys.readouterr().out
+    assert f"-12.70  too few ({n})" in shown
+    assert "takes 6 documents" in shown
+    assert sample_difference(*map(source_of, runs), "a") is None
+
+
+def source_of(run):
+    """A result as the report has it."""
+    (path,) = run.glob("*.json")
+    return types.SimpleNamespace(path=path, content=json.loads(path.read_text()))
+
+
+def test_an_average_takes_two_units_of_each_group_and_six_in_all():
+    def groups(*sizes, shift=0.0):
+        return {str(k): rows_of(np.arange(n) / 10 + shift, str(k)) for k, n in enumerate(sizes)}
+
+    for sizes, enough in (((1, 30), False), ((2, 3), False), ((2, 4), True), ((3, 3, 3), True)):
+        found = paired_average([str(k) for k in range(len(sizes))], groups(*sizes), groups(*sizes, shift=0.1))
+        assert found["difference"] == pytest.approx(10)
+        assert (found["interval"] is not None) == (found["p"] is not None) == found["significant"] == enough
+
+
+def test_p_is_never_zero():
+    found = paired(rows_of([0.0] * 50), rows_of([1.0] * 50), "mean")
+    assert found["p"] == pytest.approx(2 / (statistics.RESAMPLES + 1))
+
+
 def test_samples_are_paired_by_name():
     first = rows_of([1, 0, 1, 1])
     second = list(reversed(rows_of([1, 1, 1, 1])))[:3]
@@ -124,6 +194,41 @@ def test_folders_without_results_are_named(tmp_path, capsys):
     assert "niah.jsonl is missing" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["compare", str(run)])
+
+
+def test_lines_end_where_json_lines_do(tmp_path):
+    """U+2028, U+2029 and U+0085 stand in JSON as they are; str.splitlines() would cut there."""
+    runs = [
+        write_run(tmp_path / name, {"a": rows_of(scores, "a", output="one\u2028two\u2029three\u0085four")})
+        for name, scores in (("one", [0, 1] * 5), ("two", [1, 1] * 5))
+    ]
+    assert "\u2028" in (runs[0] / "niah.jsonl").read_text(encoding="utf-8")
+    assert compare(runs)["suites"]["niah"]["a"]["differences"][0]["difference"] == 50
+    low, high = sample_difference(*map(source_of, runs), "a")
+    assert low < 50 < high
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (lambda text: text[:-30], "niah.jsonl is damaged after line 9 ("),
+        (lambda text: "".join(text.splitlines(keepends=True)[:7]), "niah.jsonl is cut off after line 7: "),
+        (lambda text: text.replace('"group": "a", ', "", 1), "niah.jsonl, line 1: expected JSON lines with the fields"),
+    ],
+    ids=["in a line", "between lines", "a field"],
+)
+def test_damaged_samples_are_named_by_file_and_line(tmp_path, capsys, keep, said):
+    run, other = (write_run(tmp_path / name, {"a": rows_of([1, 0] * 5, "a")}) for name in ("run", "other"))
+    lines = run / "niah.jsonl"
+    lines.write_text(keep(lines.read_text()))
+    assert cli.main(["compare", str(other), str(run)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_runs_are_called_by_what_tells_them_apart(tmp_path, capsys):
+    runs = [write_run(tmp_path / name / "eval", {"a": rows_of([1, 0] * 5, "a")}) for name in ("gla", "ccq-gla")]
+    assert cli.main(["compare", *map(str, runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["niah", "gla", "ccq-gla", "ccq-gla", "-", "gla"]
 
 
 def test_runs_of_the_evaluation_can_be_compared(model, tokenizer, data, tmp_path):

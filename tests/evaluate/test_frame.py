@@ -129,6 +129,17 @@ def test_more_of_the_same_asks_only_what_is_new(llama, tokenizer, data, tmp_path
     assert result["limit"] == 3
 
 
+def test_a_quick_look_that_saw_all_is_none_once_it_is_asked_without_a_limit(
+    llama, tokenizer, data, tmp_path, monkeypatch
+):
+    first = evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=10_000))
+    asked = stop_after(monkeypatch, None)
+    second = evaluate(llama, tokenizer, "length", length_options(tmp_path, data))
+    assert (first["quick_look"], second["quick_look"], asked) == (True, False, [])
+    assert second["samples"] == first["samples"]
+    assert json.loads((tmp_path / "length.json").read_text())["quick_look"] is False
+
+
 def test_answers_of_another_model_are_refused(llama, tokenizer, data, tmp_path):
     evaluate(llama, tokenizer, "length", length_options(tmp_path, data))
     before = (tmp_path / "length.json").read_text()
@@ -207,6 +218,23 @@ def run(folder, tmp_path, capsys, *arguments):
 def test_an_unknown_task_names_the_nearest(folder, data, tmp_path, capsys):
     code, error = run(folder, tmp_path, capsys, "--suite", "lm", "--data", str(data), "--tasks", "pika")
     assert (code, "lm has no 'pika'. Did you mean 'piqa'?" in error) == (1, True)
+
+
+def test_a_suite_without_tasks_says_so(folder, tmp_path, capsys):
+    code, error = run(folder, tmp_path, capsys, "--suite", "mqar", "--tasks", "foo")
+    assert (code, "--tasks: mqar has none to choose among, got foo" in error) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cuda", "torch sees 0 GPUs"), ("cpuu", "expected cpu, cuda or cuda:N, got 'cpuu'")]
+)
+def test_a_device_that_is_not_there_is_not_told_as_a_damaged_model(folder, tmp_path, capsys, monkeypatch, device, said):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, error = run(folder, tmp_path, capsys, "--suite", "mqar", "--device", device)
+    assert code == 1
+    assert "ccq eval: --device: " in error
+    assert said in error
+    assert "could not be loaded" not in error
 
 
 def test_a_missing_file_is_named_and_finished_results_are_kept(folder, data, tmp_path, capsys):

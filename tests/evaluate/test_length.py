@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -115,6 +116,43 @@ def test_documents_are_what_is_resampled(tmp_path, table):
             losses[at > 400].append(-math.log(table[stream[at - 1], stream[at]]))
     alone = [math.exp(sum(mine) / len(mine)) for mine in losses]  # a quarter of the draws is one document twice
     assert [low, high] == pytest.approx(sorted(alone), rel=1e-6)
+
+
+def test_a_point_of_few_documents_is_marked(tmp_path, table):
+    """Many windows of one book are one draw from the books there are."""
+    for number, few in ((5, True), (6, False)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = write_corpora(folder, ["abcde"[at:] + "ab" * 60 for at in range(5)] + ["cc" * 60] * (number - 5))
+        options = Options(out=folder / "out", data=data, lengths=(8,), tasks=("code",))
+        score = evaluate(Bigram(table), Letters(), "length", options)["scores"]["code/8"]
+        assert (score["windows"] >= 20, score["documents"], score["few"]) == (True, number, few)
+
+
+def test_the_hub_gives_all_corpora_it_has_and_the_result_names_the_other(tmp_path, table, monkeypatch):
+    class Stream(list):
+        def take(self, count):
+            return self[:count]
+
+    def load_dataset(name, split, streaming=False):
+        return Stream([{"content": "abc" * 9}]) if streaming else {"text": ["cde" * 9]}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(length.sources, "longbench_archive", lambda task: [{"context": "ab" * 9}])
+    result = evaluate(Bigram(table), Letters(), "length", Options(out=tmp_path, lengths=(8,)))
+    assert result["scores"].keys() == {f"{name}/8" for name in length.CORPORA if name != "elife"}
+    assert result["notes"] == ["left out, not on the Hub (give it with --data DIR): elife"]
+    with pytest.raises(EvaluationError, match="elife is not on the Hub in this form: give it with --data DIR"):
+        evaluate(Bigram(table), Letters(), "length", Options(out=tmp_path, lengths=(8,), tasks=("elife",)))
+
+
+def test_lines_of_longbench_end_where_json_lines_do(tmp_path, monkeypatch):
+    rows = [{"context": "one\u2028two\u0085three"}, {"context": "four"}]
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/qasper.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    hub = types.SimpleNamespace(hf_hub_download=lambda *_, **__: tmp_path / "data.zip")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert length.sources.longbench_archive("qasper") == rows
 
 
 def test_no_window_is_refused(tmp_path):

@@ -138,7 +138,7 @@ def test_three_stages_equal_one_call_and_scoring_needs_only_torch_and_transforme
     staged = evaluate(None, tokenizer, "lm", options)
     assert staged["scores"] == whole["scores"]
     assert staged["samples"] == whole["samples"]
-    assert staged["model"]["hash"] == whole["model"]["hash"]
+    assert staged["model"] == whole["model"]
     assert (tmp_path / "stages" / "lm.jsonl").read_text() == (tmp_path / "whole" / "lm.jsonl").read_text()
 
 
@@ -146,5 +146,31 @@ def test_answers_to_other_questions_are_refused(llama, tokenizer, data, tmp_path
     options = options_of(tmp_path, data, tasks=("piqa",))
     evaluate(llama, tokenizer, "lm", options)
     options.stage, options.max_lengths = "metrics", (12,)
-    with pytest.raises(EvaluationError, match="does not have all that the harness asks"):
+    with pytest.raises(
+        EvaluationError, match="--max-length: expected 96, which the request file was made with, got 12"
+    ):
         evaluate(None, tokenizer, "lm", options)
+    options.max_lengths, options.tasks = None, ("piqa", "boolq")
+    with pytest.raises(
+        EvaluationError, match="--tasks: expected piqa, which the request file was made with, got piqa, b"
+    ):
+        evaluate(None, tokenizer, "lm", options)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    row = {"goal": "the old river", "sol1": "never sings", "sol2": "always opens", "label": 0}
+    (changed / "piqa_val.jsonl").write_text(json.dumps(row) + "\n")
+    options.tasks, options.data = None, changed
+    with pytest.raises(EvaluationError, match="does not have all that the harness asks: other data"):
+        evaluate(None, tokenizer, "lm", options)
+
+
+def test_the_last_stage_scores_what_was_asked_without_being_told_again(llama, tokenizer, data, tmp_path):
+    """Settings in the result are those of its scores, and a quick look is one also if the limit is not said again."""
+    options = options_of(tmp_path, data, tasks=("piqa", "winogrande"), limit=3)
+    whole = evaluate(llama, tokenizer, "lm", options)
+    options.stage, options.tasks, options.max_lengths, options.limit = "metrics", None, None, None
+    staged = evaluate(None, tokenizer, "lm", options)
+    assert staged["scores"] == whole["scores"]
+    assert set(staged["scores"]) == set(staged["settings"]["tasks"]) == {"piqa", "winogrande"}
+    assert staged["model"] == whole["model"]
+    assert staged["model"]["parameters"] == sum(p.numel() for p in llama.parameters())

@@ -218,6 +218,28 @@ def test_a_length_without_room_is_refused(data, tokenizer, tmp_path):
         niah.build(options_of(tmp_path, data, lengths=(160,)), tokenizer)
 
 
+def test_a_longer_answer_takes_its_room_from_the_haystack(data, tokenizer, tmp_path):
+    def built(tokens):
+        options = Options(out=tmp_path, data=data, lengths=(1024,), limit=3, answer_tokens=tokens)
+        return niah.build(options, tokenizer)
+
+    plain, short, long = built(None), built(24), built(400)
+    assert [len(long.of(r)) for r in long.requests] < [len(plain.of(r)) for r in plain.requests]
+    assert all(len(long.of(r)) + r.max_new <= 1024 for r in long.requests)
+    assert long.longest() <= 1024
+    assert [short.of(r).tolist() for r in short.requests] == [plain.of(r).tolist() for r in plain.requests]
+    assert "400 tokens of answer instead of RULER's 128" in long.notes
+    for asked in (plain, short, long):
+        least = min(len(asked.of(r)) + r.max_new for r in asked.requests)
+        assert f"fills {100 * least / 1024:.1f}% of its length" in asked.notes[0]
+
+
+def test_keys_that_training_may_hold_are_noted(data, tokenizer, tmp_path):
+    for keys, said in (("all", "also those that needle documents"), ("odd", "only those that training data")):
+        options = Options(out=tmp_path, data=data, lengths=(512,), limit=1, tasks=("niah_single_1",), keys=keys)
+        assert any(said in note for note in niah.build(options, tokenizer).notes)
+
+
 def test_damaged_samples_are_named(data, tokenizer, tmp_path):
     niah.build(options_of(tmp_path, data), tokenizer)
     file = sorted((tmp_path / "samples").iterdir())[0]

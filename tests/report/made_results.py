@@ -148,7 +148,7 @@ def alignment(path: Path, name: str, untrained: bool = False) -> dict:
             k[:40, :, :4] *= 4
             point.add(layer, unit(k), SimpleNamespace(groups=groups))
     content = {"kind": "alignment", "model": {"name": name, "class": "LlamaForCausalLM", "parameters": 1000},
-               "points": {"projection": {"what": "at the projection", **summary(point)}},
+               "points": {"projection": {"what": "at the projection", **summary(point)}}, "prompts": [{}] * 3,
                "settings": {"untrained": untrained}, "provenance": origin()}  # fmt: skip
     write_json(path, content)
     return content

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from made_results import evaluation, training_run
+from made_results import alignment, evaluation, origin, text_run, training_run
 
 from ccq.evaluate.compare import paired
 from ccq.report import claims, paper
@@ -179,8 +179,6 @@ def test_costs_are_ratios_to_the_control(everything):
 
 
 def test_a_cost_above_the_papers_does_not_hold(tmp_path):
-    from made_results import origin
-
     rows = [{"system": name, "size": "1.3b", "B": 8, "T": 4096, "wall_ms": {"median": ms, "low": ms, "high": ms}}
             for name, ms in (("gla-unit", 100.0), ("ccq-gla", 115.0))]  # fmt: skip
     (tmp_path / "p.json").write_text(json.dumps({**origin(), "rows": rows}))
@@ -198,12 +196,185 @@ def test_alignment_gate_and_intervention_are_read(everything):
     assert rarity.verdict == claims.FAILS  # made of the same tokens
     assert "mean +0.000" in rarity.ours
     gate = found["The gate opens further where a needle is retrieved than on ordinary text"]
-    assert gate.ours == "CCQ-GLA, nano, seed 0: 0.300 against 0.200"
+    assert gate.ours == "CCQ-GLA, nano, seed 0: 0.300 against 0.200 on text"
     off = found["Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"]
-    assert off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths at which it finds any"
-    assert off.verdict == claims.FAILS
+    assert off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths at which it finds any, up to 8,192 tokens"
+    assert off.verdict == claims.FEW  # one model of no known seed
 
 
 def test_a_training_run_alone_tests_no_claim(tmp_path):
     training_run(tmp_path / "run", "ccq_gla_tiny", 0, 600)
     assert {v.ours for v in judged(tmp_path).values()} == {"not run"}
+
+
+def test_evaluations_of_one_seed_with_other_lengths_are_told_apart(tmp_path):
+    """The file that lacks the score is not the one whose samples are compared."""
+    for system, value in (("ccq-gla", 70.0), ("gla", 40.0)):
+        for number, group in enumerate((GROUP, "niah_single_1/8192")):
+            name = f"{system}-nano-seed0"
+            evaluation(tmp_path / str(number) / name, "niah", {group: (value, "mean")}, name)
+    told = judged(tmp_path)[PASSKEY]
+    assert "+30.00 at nano" in told.ours
+    assert "over samples" in told.ours
+    assert {source.path.parent.parent.name for source in told.sources} == {"0"}
+
+
+def test_a_claim_that_rests_on_a_quick_look_says_so(tmp_path):
+    for system, value in (("ccq-gla", 80.0), ("gla", 10.0)):
+        for seed in range(3):
+            name = f"{system}-nano-seed{seed}"
+            evaluation(tmp_path / name, "niah", {GROUP: (value + 5 * seed, "mean")}, name, quick_look=True, limit=4)
+    told = judged(tmp_path)[PASSKEY]
+    assert told.verdict == claims.HOLDS
+    assert told.detail.endswith("; first 4 samples")
+
+
+def test_a_run_without_a_seed_is_no_further_seed(tmp_path):
+    for system, value in (("ccq-gla", 80.0), ("gla", 10.0)):
+        for seed in ("-seed0", "-seed1", ""):
+            evaluation(tmp_path / f"{system}-nano{seed}", "niah", {GROUP: (value, "mean")}, f"{system}-nano{seed}")
+    told = judged(tmp_path)[PASSKEY]
+    assert told.verdict == claims.FEW
+    assert "2 seeds" in told.ours
+
+
+VALID = "CCQ lowers validation perplexity of GLA"
+
+
+def test_runs_of_unequal_length_are_not_compared(tmp_path):
+    for seed in range(3):
+        text_run(tmp_path / f"gla_pico_seed{seed}", "gla_pico", seed, 30.0 + seed, steps=600)
+        text_run(tmp_path / f"ccq_gla_pico_seed{seed}", "ccq_gla_pico", seed, 20.0 + seed, steps=1200)
+    told = judged(tmp_path)[VALID]
+    assert told.verdict == claims.UNTESTABLE
+    assert told.detail == "trained for 39,321,600 against 19,660,800 tokens"
+
+
+def test_rates_are_never_averaged(tmp_path):
+    """Of two rates the one that validates best counts, as in a sweep of recall."""
+    for seed in range(3):
+        for lr, more in ((1e-3, 10.0), (2e-3, 0.0)):
+            text_run(tmp_path / f"gla_pico_seed{seed}-{lr}", "gla_pico", seed, 30.0 + more, lr=lr)
+        text_run(tmp_path / f"ccq_gla_pico_seed{seed}", "ccq_gla_pico", seed, 32.0)
+    told = judged(tmp_path)[VALID]
+    assert "+2.00 at pico" in told.ours
+    assert told.verdict == claims.FAILS
+
+
+def test_a_cost_takes_both_backbones_and_the_papers_batch(tmp_path):
+    def verdict(systems, **changes):
+        row = {"size": "1.3b", "B": 8, "T": 4096, "wall_ms": {"median": 100.0, "low": 1.0, "high": 1.0}} | changes
+        rows = [{"system": system, **row} for system in systems]
+        (tmp_path / "p.json").write_text(json.dumps({**origin(), "rows": rows}))
+        return judged(tmp_path)["CCQ adds no more to the prefill of 4K tokens than the paper reports"]
+
+    gla, both = ("gla-unit", "ccq-gla"), ("gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
+    assert verdict(both).verdict == claims.HOLDS
+    assert (verdict(gla).verdict, verdict(gla).detail) == (claims.FEW, "takes both backbones")
+    assert verdict(both, B=1).ours == "not run"
+    assert verdict(both, T=8192).ours == "not run"
+
+
+def test_what_ccq_changes_is_taken_at_the_same_length(tmp_path):
+    from ccq.report.docs import tables_of
+    from ccq.report.page import build
+
+    rows = [{"system": system, "size": "1.3b", "B": 8, "T": length, "dtype": "bf16",
+             "wall_ms": {"median": ms, "low": ms, "high": ms}}
+            for system, length, ms in (("gla-unit", 8192, 400.0), ("gla-unit", 4096, 200.0), ("ccq-gla", 4096, 220.0))
+            ]  # fmt: skip
+    (tmp_path / "p.json").write_text(json.dumps({**origin(), "rows": rows}))
+    table = tables_of(build(collect([tmp_path])).parts)["inference"]
+    [cell] = [row.cells[1] for row in table.blocks[0].rows if row.label.text == "CCQ-GLA"]
+    assert cell.text == "220 (+10.0%)"
+
+
+RARITY = "... and further off than equally rare tokens that no question asks for: more than rarity"
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"mean": -0.05, "error_of_mean": 0.005}, claims.HOLDS),
+        ({"mean": -0.006, "error_of_mean": 0.0045}, claims.FEW),  # neither told from zero nor from a gap that counts
+        ({"mean": -0.001, "error_of_mean": 0.002}, claims.FAILS),
+        ({"mean": -0.05, "error_of_mean": None}, claims.FEW),
+        ({"mean": None, "error_of_mean": None}, claims.FEW),  # no prompt has such tokens
+    ],
+)
+def test_alignment_is_judged_on_its_interval_over_prompts(tmp_path, change, verdict):
+    content = alignment(tmp_path / "a.json", "SmolLM2-135M")
+    content["prompts"] = [{}] * 15
+    part = content["points"]["projection"]["top"]["16"]
+    part["novel minus planted"] |= change
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert judged(tmp_path)[RARITY].verdict == verdict
+    part["of_isotropic_keys"] = [1.0, 1.0]  # of heads no larger than the directions that are counted
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert judged(tmp_path)[RARITY].verdict == claims.UNTESTABLE
+
+
+def test_few_prompts_have_students_interval(tmp_path):
+    """Three errors of the mean are enough with fifteen prompts, not with three."""
+    content = alignment(tmp_path / "a.json", "SmolLM2-135M")
+    content["points"]["projection"]["top"]["16"]["novel minus planted"] |= {"mean": -0.03, "error_of_mean": 0.01}
+    for prompts, verdict in ((15, claims.HOLDS), (3, claims.FEW)):
+        content["prompts"] = [{}] * prompts
+        (tmp_path / "a.json").write_text(json.dumps(content))
+        assert judged(tmp_path)[RARITY].verdict == verdict
+
+
+GATE = "The gate opens further where a needle is retrieved than on ordinary text"
+
+
+def gate(path, seed, retrieval, **settings):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = "ccq-gla-nano" + ("" if seed is None else f"-seed{seed}")
+    lam = {place: [[0.2, 0.2]] for place in ("text", "filler", "needle", "question")} | {"retrieval": [retrieval]}
+    path.write_text(json.dumps({"kind": "gate", "model": {"name": name}, "layers": [0], "lam": lam,
+                                "settings": settings, "provenance": origin()}))  # fmt: skip
+
+
+def test_copies_of_a_gate_analysis_are_one_seed(tmp_path):
+    for number in range(3):
+        gate(tmp_path / f"copy{number}" / "gate.json", 0, [0.4, 0.4 + 0.001 * number], text="filler")
+        gate(tmp_path / f"unknown{number}" / "gate.json", None, [0.4, 0.4], text="filler")
+    told = judged(tmp_path)[GATE]
+    assert told.verdict == claims.FEW
+    assert "against 0.200 on our filler" in told.ours
+    for seed in (1, 2):
+        gate(tmp_path / f"seed{seed}" / "gate.json", seed, [0.4, 0.41], text="book.txt")
+    told = judged(tmp_path)[GATE]
+    assert told.verdict == claims.HOLDS
+    assert "on our filler and the text book.txt (3 seeds)" in told.ours
+
+
+SWITCHED = "Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"
+
+
+@pytest.mark.parametrize(
+    ("none", "off", "seeds", "verdict"),
+    [
+        ({512: 99.0, 4096: 50.0}, {512: 99.0, 4096: 50.5}, 3, claims.HOLDS),
+        ({512: 99.0, 4096: 50.0}, {512: 99.0, 4096: 50.5}, 1, claims.FEW),
+        ({512: 99.0, 4096: 50.0}, {512: 99.0, 4096: 30.0}, 3, claims.FAILS),
+        ({512: 99.0, 4096: 0.0}, {512: 99.0, 4096: 0.0}, 3, claims.UNTESTABLE),  # none at the paper's lengths
+        ({4096: 0.0}, {4096: 0.0}, 3, claims.UNTESTABLE),
+    ],
+)
+def test_switching_off_is_judged_over_seeds_at_the_papers_lengths(tmp_path, none, off, seeds, verdict):
+    for seed in range(seeds):
+        rows = [{"intervention": name, "suites": {"niah": {f"niah_single_1/{n}": x for n, x in scores.items()}}}
+                for name, scores in (("none", none), ("off", off))]  # fmt: skip
+        content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
+        (tmp_path / f"{seed}.json").write_text(json.dumps({**content, "provenance": origin()}))
+    assert judged(tmp_path)[SWITCHED].verdict == verdict
+
+
+def test_switching_off_shows_the_interval_over_samples_that_lie_beside_it(tmp_path):
+    for name, value in (("none", 50.0), ("off", 45.0)):
+        evaluation(tmp_path / name, "niah", {GROUP: (value, "mean")}, f"ccq-gla-nano-seed0, lam {name}")
+    rows = [{"intervention": name, "suites": {"niah": {GROUP: x}}} for name, x in (("none", 50.0), ("off", 45.0))]
+    content = {"kind": "intervene", "model": {"name": "ccq-gla-nano-seed0"}, "rows": rows, "provenance": origin()}
+    (tmp_path / "intervene.json").write_text(json.dumps(content))
+    assert "over samples" in judged(tmp_path)[SWITCHED].ours

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from made_results import BENCHMARKS, alignment, evaluation, origin, suites, training_run
+from made_results import BENCHMARKS, alignment, evaluation, origin, suites, text_run, training_run
 
 from ccq.report.collect import collect
+from ccq.report.numbers import Results
 from ccq.report.systems import LABELS, SIZES, System, from_config, from_name
 
 ONE = {"niah_single_1/1024": (50.0, "mean")}
@@ -151,3 +152,83 @@ def test_the_made_up_results_have_the_names_of_the_real_suites(suite):
             where, _, pattern = column.where.partition(":")
             if where == suite:
                 assert scores_like(made, pattern), column
+
+
+SHIPPED = System("gla", "convolution of 4", "pico")
+
+
+def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
+    """The shipped gla-pico has a convolution; a run called gla-pico need not."""
+    text_run(tmp_path / "gla-pico", "gla_pico", 0, 30.0)
+    evaluation(tmp_path / "gla-pico" / "eval", "niah", ONE, "gla-pico", model={"name": "gla-pico", "hash": "a" * 64})
+    evaluation(tmp_path / "demo" / "gla-pico", "niah", {"niah_single_1/1024": (90.0, "mean")}, "gla-pico",
+               model={"name": "gla-pico", "hash": "b" * 64})  # fmt: skip
+    evaluation(tmp_path / "again", "length", {"code/4096": (9.0, "perplexity")}, "gla-pico",
+               model={"name": "gla-pico", "hash": "a" * 64})  # fmt: skip
+    found = collect([tmp_path])
+    told = {(s.path.parent.name, s.detail): (s.system, s.seed) for s in found.of("eval")}
+    run = System("gla", "", "pico")
+    assert told == {("eval", "niah"): (run, 0), ("gla-pico", "niah"): (SHIPPED, 0), ("again", "length"): (run, 0)}
+    results = Results(found)
+    values = {s: results.estimate(s, "niah:niah_single_1/1024").value for s in results.systems("niah")}
+    assert values == {run: 50.0, SHIPPED: 90.0}
+
+
+def test_a_name_is_not_enough_where_the_parameters_are_others(tmp_path):
+    text_run(tmp_path / "gla_pico_seed4", "gla_pico", 4, 30.0)
+    for folder, count in (("same", None), ("other", 1)):
+        model = {"name": "gla_pico_seed4", "hash": folder, "parameters": count}
+        evaluation(tmp_path / folder, "niah", ONE, "gla_pico_seed4", model=model)
+    runs = {source.path.parent.name: source.run is not None for source in collect([tmp_path]).of("eval")}
+    assert runs == {"same": True, "other": False}
+
+
+def test_of_a_seed_only_equal_weights_and_declared_repeats_are_averaged(tmp_path):
+    group = "niah_single_1/1024"
+    for folder, value, weights, n in (
+        ("gla-nano-seed0", 80.0, "a", 20),
+        ("gla-nano-seed0 again", 60.0, "a", 20),
+        ("gla-nano-seed0-repeat1", 40.0, "b", 20),
+        ("gla-nano-seed0 other", 0.0, "c", 10),
+    ):
+        model = {"name": folder.split()[0], "hash": weights}
+        evaluation(tmp_path / folder, "niah", {group: (value, "mean")}, model["name"], n=n, model=model)
+    estimate = Results(collect([tmp_path])).estimate(System("gla", "", "nano"), f"niah:{group}")
+    assert estimate.by_seed == {0: 60.0}
+    assert sorted(estimate.values) == [40.0, 60.0, 80.0]
+    [note] = estimate.notes
+    assert note == "gla-nano-seed0 other/niah.json, of the same seed, is left out: other weights, or another rate"
+
+
+def test_what_needles_rest_on_is_said(tmp_path):
+    from ccq.report.docs import tables_of
+    from ccq.report.page import build
+
+    settings = {"settings": {"keys": "odd"}, "notes": ["the largest haystack that fits"]}
+    evaluation(tmp_path / "gla-pico", "niah", ONE, "gla-pico", model={"name": "gla-pico", "hash": "a"}, **settings)
+    text_run(tmp_path / "gla_nano_seed0", "gla_nano", 0, 30.0)
+    config = json.loads((tmp_path / "gla_nano_seed0" / "config.json").read_text())
+    config["data"]["path"] = "/somewhere/needles"
+    (tmp_path / "gla_nano_seed0" / "config.json").write_text(json.dumps(config))
+    evaluation(tmp_path / "gla_nano_seed0" / "eval", "niah", ONE, "model", **settings)
+    found = collect([tmp_path])
+    notes = [" ".join(found.notices()), " ".join(tables_of(build(found).parts)["niah"].notes)]
+    for said in notes:
+        assert "keys and values that needle documents of training never hold (`--keys odd`)" in said
+        assert "Needles at pico: 53% of the training tokens are needle documents" in said
+        assert "Needles at nano: the training text is called `needles`" in said
+    assert "Here: the largest haystack that fits." in notes[1]
+    evaluation(tmp_path / "plain" / "gla-nano-seed1", "niah", ONE, "gla-nano-seed1")
+    assert "Needles asked for by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
+
+
+def test_json_that_cannot_be_read_or_sorted_is_named(tmp_path):
+    evaluation(tmp_path / "good", "niah", ONE, "gla-nano")
+    content = json.loads((tmp_path / "good" / "niah.json").read_text())
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "suite.json").write_text(json.dumps(content | {"suite": [1]}))
+    (tmp_path / "hash.json").write_text(json.dumps(content | {"model": {"name": "gla-nano", "hash": []}}))
+    found = collect([tmp_path])
+    assert [source.name for source in found.sources] == ["good/niah.json"]
+    for name in ("deep.json", "suite.json", "hash.json"):
+        assert sum(name in problem for problem in found.problems) == 1

@@ -10,7 +10,7 @@ from made_results import BENCHMARKS
 
 import ccq.report
 from ccq import cli
-from ccq.report import docs, page
+from ccq.report import claims, docs, page
 from ccq.report.collect import collect
 
 ROOT = BENCHMARKS.parents[1]
@@ -27,6 +27,32 @@ def test_a_page_says_what_the_result_files_say(path, document):
     text = path.read_text()
     same = docs.filled(text, document) == text
     assert same, f"run: ccq report benchmarks/results --docs {path.relative_to(ROOT)}"
+
+
+def test_what_the_readme_says_in_words_is_in_the_files():
+    readme = (ROOT / "README.md").read_text()
+    assert "1.10 for GLA, which is met, and 1.05 for Gated DeltaNet, which is\nmissed" in readme
+    rows = json.loads((BENCHMARKS / "layer_h200.json").read_text())["rows"]
+    times = {(row["backbone"], row["variant"]): row["graph_ms"]["median"] for row in rows
+             if (row["pass"], row["T"]) == ("forward and backward", 4096)}  # fmt: skip
+    assert times["gla", "ours"] / times["gla", "unit"] <= 1.10
+    assert times["gdn", "ours"] / times["gdn", "fla"] > 1.05
+    from ccq.demo import SYSTEMS
+
+    assert len(SYSTEMS) == 4
+    assert "`make run` trains four tiny models" in readme
+    assert "0.62 of it at key size 256" in readme
+    assert "0.62 of it at key\nsize 256" in (ROOT / "docs" / "kernels.md").read_text()
+    assert "Of needles GLA finds none at this size, at any length; the others were not asked yet" in readme
+    asked = {path.parent.parent.name: json.loads(path.read_text())["scores"].values()
+             for path in (BENCHMARKS / "nano" / "needles").glob("*/eval/niah.json")}  # fmt: skip
+    assert list(asked) == ["gla-seed0"]
+    assert {score["value"] for scores in asked.values() for score in scores} == {0.0}
+
+
+def test_a_bullet_points_at_nothing_above_it():
+    """What the paper says of a claim stands by itself: the page shows some claims without those before them."""
+    assert not [claim["paper"] for claim in claims.load() if "above" in claim.get("paper", "")]
 
 
 def test_there_are_pages_with_tables():

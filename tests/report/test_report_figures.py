@@ -15,7 +15,7 @@ def two_sizes(tmp_path):
     """Needles of two sizes, the smaller with other lengths."""
     for size, lengths in (("nano", (1024, 8192)), ("pico", (512, 1024))):
         for system in ("gla", "ccq-gla"):
-            name = f"{system}-{size}"
+            name = f"{system}-{size}-seed0"
             groups = {f"niah_single_{task}/{n}": (50.0, "mean") for task in (1, 2) for n in lengths}
             evaluation(tmp_path / name, "niah", groups, name, samples={"hash": size, "count": 4, "requests": 4})
     return collect([tmp_path])

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_results import BENCHMARKS, evaluation, training_run
+from made_results import BENCHMARKS, alignment, evaluation, origin, training_run
 
 import ccq.report
 from ccq import cli
@@ -321,11 +321,100 @@ def test_any_part_of_a_result_may_be_missing(everything, tmp_path):
                 else:
                     place[key] = rng.choice([None, "text", [], {}, -1])
             target.write_text(json.dumps(content))
-            found = collect([target])
-            built = page.build(found)
+            usable = page.without_unusable(collect([target]))
+            built = page.assemble(usable)
             html.page(dataclasses.replace(built, parts=[p for p in built.parts if not isinstance(p, Figure | Columns)]))
-            left_out += bool(page.without_unusable(found).problems)
+            left_out += bool(usable.problems)
     assert left_out > 20
+
+
+def damaged_gate(content):
+    content["layers"] = content["layers"][:-1]
+
+
+def damaged_goal(content):
+    content["goals"][0]["name"] = [1]
+
+
+def damaged_histogram(content):
+    content["runs"][0]["test"]["slices"][0]["histogram"][0][0] = 10**30
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("analysis/gate_x.json", damaged_gate),
+        ("bench/operator_cpu.json", damaged_goal),
+        ("mqar_seeds.json", damaged_histogram),
+    ],
+)
+def test_damage_that_shows_only_when_drawn_is_named(everything, tmp_path, name, damage):
+    from ccq.report import write
+
+    content = json.loads((everything / name).read_text())
+    damage(content)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "x.json").write_text(json.dumps(content))
+    evaluation(tmp_path / "results" / "good", "niah", {"niah_single_1/1024": (50.0, "mean")}, "gla-nano")
+    write([tmp_path / "results"], tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "results/x.json lacks what it should have and is left out" in text
+    assert "good/niah.json" in text
+
+
+def test_a_log_that_cannot_be_drawn_is_named(everything, tmp_path):
+    from ccq.report import page
+    from ccq.report.collect import collect
+
+    shutil.copytree(everything / "runs" / "ccq_gla_tiny", tmp_path / "run")
+    with (tmp_path / "run" / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 600, "lam": [0.1, 0.2], "lam_of_decay_alone": [0.1, 0.2]}) + "\n")
+    [problem] = page.without_unusable(collect([tmp_path])).problems
+    assert problem.startswith("run/config.json lacks what it should have")
+
+
+def test_what_the_analysis_leaves_open_is_a_dash(tmp_path):
+    """A model whose heads differ in size, and prompts without such tokens."""
+    from ccq.report import page
+    from ccq.report.collect import collect
+    from ccq.report.docs import tables_of
+
+    content = alignment(tmp_path / "a.json", "SmolLM2-135M")
+    for part in content["points"]["projection"]["top"].values():
+        part["of_isotropic_keys"] = [0.25, 0.5]
+        for group in ("unique", "novel", "novel minus planted"):
+            part[group] |= {"mean": None, "error_of_mean": None, "thirds": [None] * 3, "negative_layers": 0}
+            part[group] |= {name: [None] * 4 for name in ("by_layer", "deviation_by_layer")}
+            part[group]["by_head"] = [[None, None]] * 4
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    document = page.build(collect([tmp_path]))
+    row = tables_of(document.parts)["gap"].blocks[1].rows[0]
+    assert [cell.text for cell in row.cells[:3]] == ["projection", "0.25, 0.50", "–"]
+
+
+def test_changed_cleaning_stands_under_its_own_scores(tmp_path):
+    from ccq.report import page
+    from ccq.report.collect import collect
+    from ccq.report.docs import tables_of
+
+    for seed, suites in enumerate(({"niah": {"a": 1.0, "b": 2.0}}, {"niah": {"b": 3.0}, "length": {"c": 4.0}})):
+        content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "provenance": origin(),
+                   "rows": [{"intervention": "none", "suites": suites}]}  # fmt: skip
+        (tmp_path / f"{seed}.json").write_text(json.dumps(content))
+    table = tables_of(page.build(collect([tmp_path])).parts)["intervene"]
+    assert table.head == ["", "niah: a", "niah: b", "length: c"]
+    shown = [[cell.text for cell in row.cells] for row in table.blocks[0].rows]
+    assert shown == [["1.00", "2.00", "missing"], ["missing", "3.00", "4.00"]]
+
+
+def test_the_gates_figure_says_what_text_was_read(everything, tmp_path):
+    from ccq.report import figures
+    from ccq.report.collect import collect
+
+    content = json.loads((everything / "analysis" / "gate_x.json").read_text())
+    for text, told in (("filler", "on text (our filler),"), ("book.txt", "on text (the text book.txt),")):
+        (tmp_path / "gate.json").write_text(json.dumps(content | {"settings": {"text": text}}))
+        assert told in figures.gates(collect([tmp_path])).caption
 
 
 def pick(rng, place):

@@ -8,7 +8,7 @@ from made_results import RECALL, recall_run, sweep
 
 from ccq import cli
 from ccq.report import claims, page
-from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN
+from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, UNTESTABLE
 from ccq.report.collect import collect
 from ccq.report.docs import tables_of
 from ccq.report.numbers import seed_interval
@@ -138,3 +138,34 @@ def test_what_the_command_writes_is_read(tmp_path, capsys):
         assert row.lr == best["lr"]
         assert row.estimate().value == pytest.approx(100 * best["test"]["accuracy"], abs=1e-3)
         assert row.slices == [(32, 4), (64, 8)]
+
+
+def test_where_both_answer_all_nothing_is_tested(tmp_path):
+    runs = [
+        recall_run(row, 3.16e-3, seed, 2000) for row in ("gated_deltanet", "ccq_gated_deltanet") for seed in (1, 2, 3)
+    ]
+    for run in runs:
+        for part in run["test"]["slices"]:
+            part["accuracy"] = (0.999 if run["row"] == "gated_deltanet" else 0.9995) + 1e-5 * run["seed"]
+    sweep(tmp_path / "x.json", runs, "seeds")
+    verdict = verdict_of(tmp_path, "ccq-gated-deltanet", "gated-deltanet")
+    assert (verdict.verdict, verdict.detail) == (UNTESTABLE, "every run of both gets all right")
+
+
+def test_slices_are_drawn_apart():
+    """Of equal histograms too: else the interval of their mean would be that of one."""
+    histogram = [[0, 50], [4, 50]]
+    one, two = (bootstrap({"length": length, "pairs": 4, "histogram": histogram}) for length in (64, 128))
+    assert abs(np.corrcoef(one, two)[0, 1]) < 0.2
+
+
+def test_an_interval_over_seeds_ends_at_what_is_possible(tmp_path):
+    runs = [recall_run("gla", 3.16e-3, seed, 2000) for seed in (1, 2, 3)]
+    for run, accuracy in zip(runs, (1.0, 0.9, 1.0), strict=True):
+        for part in run["test"]["slices"]:
+            part["accuracy"] = accuracy
+    sweep(tmp_path / "x.json", runs, "seeds")
+    [row] = recall_of(tmp_path).rows
+    low, high = row.estimate().over_seeds
+    assert high == 100.0
+    assert low == pytest.approx(seed_interval([100.0, 90.0, 100.0])[0])

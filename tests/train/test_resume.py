@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from train_helpers import assert_bit_equal, contents, log_of, names, small, start
+from train_helpers import assert_bit_equal, contents, log_of, names, small, start, write_shards
 
 from ccq.train import RunError, loop
 from ccq.train.checkpoint import Checkpoints
@@ -263,6 +263,29 @@ def test_another_config_is_refused_by_the_field(tmp_path, changes, field):
         train(small("ccq-gated-deltanet", **options), tmp_path)
     assert field in str(refused.value)
     assert str(refused.value).count("the run has") == 1
+
+
+def test_other_data_is_refused_and_said_as_it_is(tmp_path):
+    for name, tokens in (("train", [1, 2, 3]), ("valid", [4, 5]), ("other", [6, 7])):
+        write_shards(tmp_path / name, [[tokens * 20]])
+
+    def begin(run, valid):
+        path = None if valid is None else str(tmp_path / valid)
+        return train(small(steps=2, path=tmp_path / "train", valid_path=path), tmp_path / run)
+
+    assert begin("run", "valid") == 0
+    assert begin("bare", None) == 0
+    for run, valid, said in (
+        ("run", None, "data.valid_path: the run began with tokens, got none"),
+        ("run", "other", r"data.valid_path: the tokens in .*other are not those that the run began with"),
+        ("bare", "valid", r"data.valid_path: the run began without, got .*valid"),
+    ):
+        with pytest.raises(RunError, match=said):
+            begin(run, valid)
+    for content in ("{", '{"path": null}', "[]"):
+        (tmp_path / "run" / "data.json").write_text(content)
+        with pytest.raises(RunError, match=r"run/data.json is damaged"):
+            begin("run", "valid")
 
 
 def asdict(config):

@@ -13,8 +13,8 @@ from train_helpers import small, start, work_that_errs
 from ccq import cli
 from ccq.model import CCQForCausalLM
 from ccq.recipes import SYSTEMS, recipe
+from ccq.train import RunError, sweep
 from ccq.train import config as configs
-from ccq.train import sweep
 from ccq.train.config import model_config
 from ccq.train.data import train_source, valid_source
 from ccq.train.loop import Trainer
@@ -129,6 +129,35 @@ def test_the_rate_is_chosen_on_validation_samples():
     runs = [run("a", 1e-3, 0.5, 0.9), run("a", 1e-2, 0.6, 0.1), run("b", 1e-2, 0.4, 0.4), run("b", 1e-3, 0.4, 0.3),
             run("b", 1e-1, 0.99, 0.99, repeat=1)]  # fmt: skip
     assert sweep.chosen_rates(runs) == {"a": 1e-2, "b": 1e-3}
+    lucky = [run("a", 1e-3, 0.8, 0), run("a", 1e-3, 0.8, 0), run("a", 1e-2, 0.85, 0), run("a", 1e-2, 0.1, 0)]
+    assert sweep.chosen_rates(lucky) == {"a": 1e-3}  # the mean over seeds, not the best of them
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"chosen": {"gla": 0.01, "gla_unit', "mqar_rows.json is damaged"),
+        ("[]", "mqar_rows.json is damaged"),
+        ('{"chosen": {"gla": "much"}, "missing": []}', "mqar_rows.json is damaged"),
+        ('{"chosen": {}, "missing": []}', "lacks runs of gla to choose its rate among"),
+        (1e-3, "lacks runs of gla to choose its rate among"),  # chosen among the rates that were finished
+    ],
+)
+def test_a_rate_is_not_taken_from_a_choice_that_was_not_made(content, said, tmp_path):
+    path = tmp_path / "mqar_rows.json"
+
+    def write(*missing):
+        names = [sweep.Spec(row, "mqar", lr, 0, 4, repeat).name for row, lr, repeat in missing]
+        path.write_text(json.dumps({"chosen": {"gla": 0.01, "gla_unit": 0.001}, "missing": names}))
+
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        write(("gla", content, 0))
+    with pytest.raises(RunError, match=said):
+        sweep.read_chosen(path, ["gla"])
+    write(("gla_unit", 1e-3, 0), ("gla", 1e-2, 1))  # of another row, and a run that is only repeated
+    assert sweep.read_chosen(path, ["gla"]) == {"gla": 0.01}
 
 
 # the command
@@ -187,6 +216,33 @@ def test_both_tiers_and_what_their_files_say(tmp_path, capsys):
     assert "0 of them finished before" in capsys.readouterr().out
 
 
+def test_test_samples_are_of_the_vocabulary_that_is_trained_on(tmp_path, monkeypatch):
+    seen = []
+    made = sweep.test_data
+
+    def test_data(*arguments):
+        seen.extend(made(*arguments))
+        return made(*arguments)
+
+    monkeypatch.setattr(sweep, "test_data", test_data)
+    more = ["--set", "data.recall_vocab_size=30", "--rows", "gla", "--rates", "0.01", "--tier", "rows"]
+    assert cli.main(["sweep", *TOY, *more, "--out", str(tmp_path)]) == 0
+    assert {len(x.inputs) for x in seen} == {10}
+    assert max(int(max(x.inputs.max(), x.answers.max())) for x in seen) < 30
+    assert json.loads((tmp_path / "mqar_rows.json").read_text())["protocol"]["vocab_size"] == 30
+
+
+def test_finished_runs_are_not_mixed_with_others_of_more_test_samples(tmp_path, capsys):
+    rows = ["--rows", "gla", "--tier", "rows", "--out", str(tmp_path)]
+    assert cli.main(["sweep", *TOY, *rows, "--rates", "0.01"]) == 0
+    before = (tmp_path / "mqar_rows.json").read_bytes()
+    assert cli.main(["sweep", *TOY, *rows, "--rates", "0.01", "0.001", "--test-samples", "20"]) == 1
+    said = capsys.readouterr().err
+    assert "--test-samples: " in said
+    assert "was tested on 10 of each slice, asked for 20" in said
+    assert (tmp_path / "mqar_rows.json").read_bytes() == before
+
+
 def run_toy(out):
     return cli.main(["sweep", *TOY, *ROWS, "--out", str(out)])
 
@@ -237,6 +293,12 @@ def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):
         ("--tier seeds", "mqar_rows.json is missing"),
         ("--tier rows --set data.batches=3", "--set data.batches: a recipe has no such field"),
         ("--tier rows --set steps", "expected FIELD=JSON, got 'steps'"),
+        (
+            "--tier rows --set optimizer.lr=0.1",
+            "--set optimizer.lr: the runs of a sweep differ in it, give it with --rates",
+        ),
+        ("--tier rows --set seed=3", "give it with --seeds"),
+        ("--tier rows --set steps=3", "give it with --steps"),
     ],
 )
 def test_mistakes_are_named(line, said, tmp_path, capsys):

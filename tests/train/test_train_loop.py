@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from train_helpers import EOS, SYSTEMS, contents, log_of, losses, names, small, write_shards
 
 from ccq.data.batches import IGNORE, Steps
@@ -423,6 +424,75 @@ def test_export_is_the_model_with_its_tokenizer(text_run, tmp_path, capsys):
     assert cli.main(["export", str(run), str(tmp_path / "six"), "--step", "6"]) == 1
     assert "holds no checkpoint of step 6; there are 10, 5" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path), str(tmp_path / "no")]) == 1
+
+
+def files_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error"), KeyboardInterrupt]
+)
+def test_an_export_that_fails_leaves_what_was_there(text_run, tmp_path, capsys, monkeypatch, error):
+    """Nothing where nothing was, and of an export before all of it: scripts take a folder for a finished one."""
+    from ccq import cli
+
+    def fail(*_, **__):
+        raise error
+
+    def attempt(out):
+        with monkeypatch.context() as broken:
+            broken.setattr("transformers.modeling_utils.safe_save_file", fail)
+            return cli.main(["export", str(text_run[1]), str(out)])
+
+    expected = 130 if error is KeyboardInterrupt else 1
+    assert attempt(tmp_path / "new") == expected
+    assert not list(tmp_path.iterdir())
+    assert cli.main(["export", str(text_run[1]), str(tmp_path / "old"), "--step", "5"]) == 0
+    before = files_of(tmp_path)
+    assert attempt(tmp_path / "old") == expected
+    assert files_of(tmp_path) == before
+    said = capsys.readouterr().err
+    assert error is KeyboardInterrupt or f"{tmp_path / 'old'} could not be written: {type(error).__name__}: " in said
+
+
+def test_an_export_replaces_the_one_before_and_nothing_else(text_run, tmp_path):
+    from ccq import cli
+
+    out = tmp_path / "out"
+    assert cli.main(["export", str(text_run[1]), str(out), "--step", "5"]) == 0
+    (out / "model.safetensors").rename(out / "model-00001-of-00002.safetensors")  # transformers cuts large ones
+    (out / "model.safetensors.index.json").write_text("{}")
+    (out / "README.md").write_text("mine")
+    (tmp_path / "out.partial").mkdir()  # of a process that was killed
+    (tmp_path / "out.partial" / "config.json").write_text("{")
+    assert cli.main(["export", str(text_run[1]), str(out)]) == 0
+    assert cli.main(["export", str(text_run[1]), str(tmp_path / "fresh")]) == 0
+    found, fresh = files_of(out), files_of(tmp_path / "fresh")
+    assert found.pop(Path("README.md")) == b"mine"
+    assert found == fresh
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "fresh"}
+
+
+def test_an_export_onto_a_file_is_refused(text_run, tmp_path, capsys):
+    from ccq import cli
+
+    (tmp_path / "afile").write_text("mine")
+    assert cli.main(["export", str(text_run[1]), str(tmp_path / "afile")]) == 1
+    output = capsys.readouterr()
+    assert "afile is a file: expected a folder" in output.err
+    assert "Wrote" not in output.out
+    assert files_of(tmp_path) == {Path("afile"): b"mine"}
+
+
+def test_validation_tokens_of_another_tokenizer_are_refused(tmp_path):
+    for name, tokenizer in (("train", "a" * 64), ("valid", "b" * 64), ("same", "a" * 64)):
+        write_shards(tmp_path / name, [[[1, 2, 3] * 20]], hash_=tokenizer)
+    with pytest.raises(
+        RunError, match=r"data.valid_path: expected tokens of the tokenizer of .*train, aaa.* got .*valid, bbb"
+    ):
+        train(small(steps=2, path=tmp_path / "train", valid_path=str(tmp_path / "valid")), tmp_path / "run")
+    assert train(small(steps=2, path=tmp_path / "train", valid_path=str(tmp_path / "same")), tmp_path / "run") == 0
 
 
 if __name__ == "__main__":

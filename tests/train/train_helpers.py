@@ -44,13 +44,14 @@ def small(system="ccq-gla", *, steps=20, dtype="fp64", seed=0, path=None, **chan
     )  # fmt: skip
 
 
-def write_shards(folder, groups, vocab_size=64, tokenizer=None):
-    """One shard a group of documents (lists of ids without end-of-text); `tokenizer` is kept beside them."""
+def write_shards(folder, groups, vocab_size=64, tokenizer=None, hash_="0" * 64):
+    """One shard a group of documents (lists of ids without end-of-text); `tokenizer` is kept beside them, and `hash_`
+    is what they say it has."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = shards.token_dtype(vocab_size)
     entries = []
     for number, documents in enumerate(groups):
-        writer = shards.ShardWriter(folder / f"shard-{number:05d}.bin", "0" * 64, dtype)
+        writer = shards.ShardWriter(folder / f"shard-{number:05d}.bin", hash_, dtype)
         for document in documents:
             writer.write(np.array([*document, EOS]))
             writer.end_document()
@@ -59,7 +60,7 @@ def write_shards(folder, groups, vocab_size=64, tokenizer=None):
         "format": shards.FORMAT,
         "version": shards.VERSION,
         "complete": True,
-        "tokenizer": {"hash": "0" * 64, "vocab_size": vocab_size, "eos_id": EOS},
+        "tokenizer": {"hash": hash_, "vocab_size": vocab_size, "eos_id": EOS},
         "dtype": dtype.name,
         "shards": entries,
     }
