@@ -51,6 +51,7 @@ class Source:
     number: int = 0  # of its footnote
     tokens: int | None = None  # that the model was trained on, where known; samples, of a run on recall
     text: str = ""  # of a run on text: the fingerprint of its tokens
+    needles: float | None = None  # and the share of needle documents among them, where known
     run: Source | None = None  # of an evaluation or analysis: the run that trained its model
 
     @property
@@ -324,8 +325,11 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
         found.problems.append(f"{folder.name}/provenance.json is damaged and left out: {str(error).splitlines()[0]}.")
     data = folder / "data.json"
     try:
-        source.text = str(json.loads(data.read_text())["path"] or "") if data.exists() else ""
-    except (ValueError, TypeError, KeyError, RecursionError):
+        told_of_data: dict[str, Any] = json.loads(data.read_text()) if data.exists() else {"path": None}
+        source.text = str(told_of_data["path"] or "")
+        if told_of_data.get("tokens"):
+            source.needles = told_of_data["needle_tokens"] / told_of_data["tokens"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found.problems.append(f"{folder.name}/data.json is damaged and left out.")
     log = folder / "log.jsonl"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -428,9 +432,9 @@ def needle_share(facts: dict[str, Any]) -> float:
 
 
 def needle_shares(runs: list[Source]) -> dict[str, float]:
-    """{fingerprint of a text: the share of needle documents in it}, where a model that ships was trained on it: the
-    run with its command and date."""
-    shares = {}
+    """{fingerprint of a text: the share of needle documents in it}, where a run says it or a model that ships was
+    trained on it: the run with its command and date."""
+    shares = {run.text: run.needles for run in runs if run.needles is not None}
     for name in shipped.names():
         facts = shipped_facts(name) or {}
         for run in runs:

@@ -83,14 +83,17 @@ def claim(folder: Path, config: Config) -> None:
             ]
         if different:
             raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
+    text: dict[str, int] = {}  # for who reads the results: how much of it is there, and of needle documents
     if config.data.path is not None:
-        tokenizer = TokenShards(config.data.path, checksums=False).tokenizer_folder
+        shards = TokenShards(config.data.path, checksums=False)
+        text = {name: shards.index[name] for name in ("tokens", "needle_tokens") if name in shards.index}
+        tokenizer = shards.tokenizer_folder
         if tokenizer.is_dir() and not (folder / TOKENIZER).exists():
             copy = folder / (TOKENIZER + ".partial")
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(tokenizer, copy)
             os.rename(copy, folder / TOKENIZER)
-    write_atomically(folder / DATA, json.dumps(data, indent=1).encode())
+    write_atomically(folder / DATA, json.dumps({**data, **text}, indent=1).encode())
     write_atomically(path, configs.to_json(config).encode())
 
 

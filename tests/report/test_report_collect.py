@@ -218,6 +218,9 @@ def test_what_needles_rest_on_is_said(tmp_path):
         assert "Needles at pico: 53% of the training tokens are needle documents" in said
         assert "Needles at nano: the training text is called `needles`" in said
     assert "Here: the largest haystack that fits." in notes[1]
+    data = {"path": "f00d", "valid_path": None, "tokens": 200, "needle_tokens": 22}
+    (tmp_path / "gla_nano_seed0" / "data.json").write_text(json.dumps(data))  # as `ccq train` says it now
+    assert "Needles at nano: 11% of the training tokens are needle documents" in " ".join(collect([tmp_path]).notices())
     evaluation(tmp_path / "plain" / "gla-nano-seed1", "niah", ONE, "gla-nano-seed1")
     assert "Needles asked for by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
 

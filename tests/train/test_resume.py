@@ -274,6 +274,9 @@ def test_other_data_is_refused_and_said_as_it_is(tmp_path):
         return train(small(steps=2, path=tmp_path / "train", valid_path=path), tmp_path / run)
 
     assert begin("run", "valid") == 0
+    said = json.loads((tmp_path / "run" / "data.json").read_text())
+    index = json.loads((tmp_path / "train" / "index.json").read_text())
+    assert (said["tokens"], said["needle_tokens"]) == (index["tokens"], index["needle_tokens"]) == (61, 0)
     assert begin("bare", None) == 0
     for run, valid, said in (
         ("run", None, "data.valid_path: the run began with tokens, got none"),

@@ -63,6 +63,8 @@ def write_shards(folder, groups, vocab_size=64, tokenizer=None, hash_="0" * 64):
         "tokenizer": {"hash": hash_, "vocab_size": vocab_size, "eos_id": EOS},
         "dtype": dtype.name,
         "shards": entries,
+        "tokens": sum(entry["tokens"] for entry in entries),
+        "needle_tokens": 0,
     }
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "tokenizer")
