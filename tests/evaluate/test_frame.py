@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from conftest import make_model
+from toys import make_model
 
 import ccq.evaluate as frame
 from ccq import cli

@@ -78,3 +78,24 @@ class Bigram(nn.Module):
 
     def forward(self, ids, use_cache=False, **_):
         return CausalLMOutputWithPast(logits=self.table[ids])
+
+
+def make_model(kind: str, vocabulary: int = 600, positions: int = 2048):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "llama":
+        config = LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=positions,
+            initializer_range=0.5,  # so that what it says depends on what it read
+            tie_word_embeddings=False,
+            **shape,
+        )
+        return LlamaForCausalLM(config).eval()
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=positions, initializer_range=0.3, **shape)
+    return GPT2LMHeadModel(config).eval()
