@@ -4,9 +4,9 @@ Template, needle, keys, values, depths, haystack, answer prefix and score are RU
 scripts/data/synthetic, and scripts/eval); two things are not:
 
 - The haystack is sized for each sample: the largest that fits with the 128 tokens of the answer (or more, where more
-  are asked for). RULER sizes it once
-  and then drops 500 words at a time. `sizing="lm-eval"` is what lm-evaluation-harness 0.4.13 builds, in steps of 500
-  words or of 5 or 25 noise units: shorter prompts, which published numbers probably come from.
+  are asked for). RULER sizes it once and then drops 500 words at a time. `sizing="lm-eval"` is what
+  lm-evaluation-harness 0.4.13 builds, in steps of 500 words or of 5 or 25 noise units: shorter prompts, which published
+  numbers probably come from.
 - Samples are drawn by our counter-based generator: sample i of (seed, task, length) is the same whatever ran before and
   on every machine. They are frozen in a file whose hash is in the result.
 """

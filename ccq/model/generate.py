@@ -81,6 +81,8 @@ def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    elif folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+        raise FileNotFoundError(f"{given}: there is no tokenizer in this folder; a model of recall reads no text")
     else:
         tokenizer = AutoTokenizer.from_pretrained(name)
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ccq.evaluate.statistics import student
 from ccq.report.collect import Collection, Source, text_of_gate
-from ccq.report.numbers import SEEDS, Results, scores_like, seed_differences, seed_interval, student
+from ccq.report.numbers import SEEDS, Results, scores_like, seed_differences, seed_interval
 from ccq.report.paper import HERE, Paper
 from ccq.report.systems import LABELS, SIZES, WITH_CONVOLUTION, System, label_of, scale_label
 
@@ -426,7 +427,8 @@ def mean_interval(mean: float | None, error: float | None, count: int) -> tuple[
     """95% interval of a mean of `count` values whose error is known."""
     if mean is None or error is None or count < SEEDS:
         return None
-    return mean - student(count) * error, mean + student(count) * error
+    half = student(count - 1) * error
+    return mean - half, mean + half
 
 
 def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:

@@ -9,21 +9,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ccq.evaluate.statistics import student
 from ccq.report.collect import Collection, Source, last_of, rate_of
 from ccq.report.systems import System
 
 SEEDS = 3  # runs below which no interval over seeds is given
-# 97.5% quantiles of Student's t for 2, 3, ... degrees of freedom; past the end the normal's
-STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-           2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
-           2.045, 2.042)  # fmt: skip
 
 Interval = tuple[float, float]
-
-
-def student(n: int) -> float:
-    """Errors of the mean of n values, three at least, on either side of it that make 95%."""
-    return STUDENT[n - 3] if n - 3 < len(STUDENT) else 1.96
 
 
 def seed_interval(values: Sequence[float]) -> Interval | None:
@@ -37,7 +29,7 @@ def seed_interval(values: Sequence[float]) -> Interval | None:
         return None
     mean = sum(values) / n
     deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
-    half = student(n) * deviation / math.sqrt(n)
+    half = student(n - 1) * deviation / math.sqrt(n)
     return mean - half, mean + half
 
 
@@ -204,7 +196,8 @@ class Results:
             if score.get("note"):
                 notes.append(score["note"])
             if score.get("few"):
-                notes.append(f"only {score['n']} windows")
+                documents = f" of {score['documents']} documents" if "documents" in score else ""
+                notes.append(f"only {score['n']} windows{documents}")
         for run in runs:
             if run not in used and run.seed in {source.seed for source in used if source.tokens == run.tokens}:
                 notes.append(f"{run.name}, of the same seed, is left out: other weights, or another rate")

@@ -98,13 +98,14 @@ def test_the_interval_of_few_units_is_students():
     assert (found["interval"][1] - found["interval"][0]) / 2 == pytest.approx(half, rel=0.1)
 
 
-@pytest.mark.parametrize("freedom", [5, 6, 10, 40, 400])
+@pytest.mark.parametrize("freedom", [*range(2, 31), 40, 400])
 def test_students_quantile(freedom):
     """P(|T| < t) = 95%, by summing the density."""
     x = np.linspace(-60, 60, 1_200_001)
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
     density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
-    assert density[np.abs(x) < statistics.student(freedom)].sum() * 1e-4 == pytest.approx(0.95, abs=2e-4)
+    beyond = 4e-4 if freedom < 5 else 2e-4  # what lies past 60, and the digits of tables
+    assert density[np.abs(x) < statistics.student(freedom)].sum() * 1e-4 == pytest.approx(0.95, abs=beyond)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -411,6 +411,12 @@ def test_the_command_names_a_missing_folder(capsys):
     assert "ccq generate: ./nowhere: there is no such folder" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_tokenizer_is_named(tmp_path, capsys):
+    shared_model("gla").save_pretrained(tmp_path / "model")
+    assert cli.main(["generate", str(tmp_path / "model"), "--prompt", "Once"]) == 1
+    assert "model: there is no tokenizer in this folder" in capsys.readouterr().err
+
+
 def test_chunks_of_a_long_prompt_without_a_cache_of_ones_own():
     model, prompt = shared_model("ccq-gla"), tokens(2, 21)
     got = model.generate(prompt, max_new_tokens=6, do_sample=False, prefill_chunk_size=8)

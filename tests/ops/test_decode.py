@@ -243,7 +243,6 @@ def one_token(B=2, H=2, K=16, V=8):
 def test_a_cleaning_that_does_not_fit_is_refused(what, words, backend):
     (q, k, *rest), seen = one_token()
     by = {"lam": torch.full((2, 2), 0.5)}
-    gate_of = lambda width: (torch.zeros(2, width), torch.zeros(2))  # noqa: E731
     if what == "one sequence of two":
         seen = seen.index_select(torch.tensor([0]))
     elif what == "three heads":
@@ -255,9 +254,9 @@ def test_a_cleaning_that_does_not_fit_is_refused(what, words, backend):
     elif what == "lam of 5":
         by = {"lam": torch.full((2, 2), 5.0)}
     elif what == "a narrow gate":
-        by = {"gate": gate_of(31)}
+        by = {"gate": (torch.zeros(2, 31), torch.zeros(2))}
     elif what == "a raw query of other heads":
-        by = {"gate": gate_of(32), "raw": torch.zeros(2, 4, 8)}
+        by = {"gate": (torch.zeros(2, 32), torch.zeros(2)), "raw": torch.zeros(2, 4, 8)}
     elif what == "normalize":
         by |= {"normalize": "unti"}
     else:

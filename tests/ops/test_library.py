@@ -403,7 +403,10 @@ def test_forward_mode_of_the_reference_is_its_derivative():
 
 def test_gradients_of_torch_func_are_refused_with_a_way_out():
     case = make_case(B=2, T=3)
-    total = lambda *args: mapped("chunk")(*args).square().sum()  # noqa: E731
+
+    def total(*args):
+        return mapped("chunk")(*args).square().sum()
+
     with pytest.raises(NotImplementedError, match=r"torch.func.grad.*backend='reference'"):
         torch.func.grad(total)(*case.args)
     with pytest.raises(NotImplementedError, match=r"torch.func.grad"):
@@ -412,7 +415,10 @@ def test_gradients_of_torch_func_are_refused_with_a_way_out():
 
 def test_gradients_of_each_sample_by_the_reference():
     case = make_case(B=2, T=3)
-    total = lambda *args: mapped("reference")(*args).square().sum()  # noqa: E731
+
+    def total(*args):
+        return mapped("reference")(*args).square().sum()
+
     got = torch.vmap(torch.func.grad(total))(*(x[:, None] for x in case.args))
     q = case.q.clone().requires_grad_()
     expected = torch.autograd.grad(total(q, case.k, case.lam), q)[0]
