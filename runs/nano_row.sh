@@ -44,13 +44,12 @@ fi
 evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }
 evaluate --suite niah --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 evaluate --suite length --limit 20 # nine lengths from 4,096 to 20,480, seven corpora
-case $row in ccq_*) $ccq analyze gate "$run/model" --run "$run" --out "$run/analysis" ;; esac
-[ "$seed" = 0 ] || exit 0 # what one seed can show
-$ccq analyze alignment "$run/model" --out "$run/analysis"
 case $row in
   ccq_*)
-    $ccq analyze intervene "$run/model" --suite niah --tasks niah_single_1 --lengths 1024,4096,16384,102400 --limit 20 \
-      --keys odd --off ${EVAL:+--data "$EVAL"} --out "$run/intervene"
-    cp "$run/intervene/intervene.json" "$run/analysis/"
+    $ccq analyze gate "$run/model" --run "$run" --out "$run/analysis"
+    off() { $ccq analyze intervene "$run/model" --suite niah --off --limit 20 --keys odd ${EVAL:+--data "$EVAL"} "$@"; }
+    off --tasks niah_single_1 --lengths 1024,4096,16384,102400 --out "$run/intervene/passkey"
+    off --tasks niah_single_2,niah_single_3 --lengths 1024,4096,16384 --out "$run/intervene/others"
     ;;
 esac
+[ "$seed" != 0 ] || $ccq analyze alignment "$run/model" --out "$run/analysis"
