@@ -44,12 +44,12 @@ fi
 evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }
 evaluate --suite niah --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 evaluate --suite length --limit 20 # nine lengths from 4,096 to 20,480, seven corpora
+case $row in ccq_*) $ccq analyze gate "$run/model" --run "$run" --out "$run/analysis" ;; esac
+[ "$seed" != 2 ] || $ccq analyze alignment "$run/model" --out "$run/analysis"
 case $row in
-  ccq_*)
-    $ccq analyze gate "$run/model" --run "$run" --out "$run/analysis"
+  ccq_gated_deltanet* | ccq_*_conv) # GLA without a convolution finds no needle at this size: nothing to switch off
     off() { $ccq analyze intervene "$run/model" --suite niah --off --limit 20 --keys odd ${EVAL:+--data "$EVAL"} "$@"; }
     off --tasks niah_single_1 --lengths 1024,4096,16384,102400 --out "$run/intervene/passkey"
     off --tasks niah_single_2,niah_single_3 --lengths 1024,4096,16384 --out "$run/intervene/others"
     ;;
 esac
-[ "$seed" != 0 ] || $ccq analyze alignment "$run/model" --out "$run/analysis"

@@ -127,7 +127,8 @@ def main(argv: Sequence[str]) -> int:
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights, by which answers are told apart, are the same
         options = evaluate.Options(**(given | {"out": arguments.out / change.name}))
-        if (drawn := arguments.out / Intervention().name / "samples").is_dir():  # the same for all: not drawn again
+        drawn = arguments.out / Intervention().name / "samples"
+        if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
             shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
         row: dict[str, Any] = {"intervention": change.name, "suites": {}}
         for suite in suites:

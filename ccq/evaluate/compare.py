@@ -1,4 +1,4 @@
-"""`ccq compare`: results of `ccq eval` side by side, with paired bootstrap differences from the first."""
+"""`ccq compare`: results of `ccq eval` side by side, with paired differences from the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.results import write_json
-from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, resampled, student, value, values
+from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, is_proportion, matched, resampled, student, value, values
 
 
 def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
@@ -76,6 +76,12 @@ def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: 
     found = part(first, second, aggregate, seed)
     if found is None:
         return {"samples": 0, "units": 0, "difference": None, "interval": None, "p": None, "significant": False}
+    if is_proportion([*first, *second], aggregate) and found.units >= LEAST_UNITS:
+        one, two = ({row["id"]: row["score"] for row in rows} for rows in (first, second))
+        changes = [two[name] - one[name] for name in one.keys() & two.keys()]
+        low, high, p = matched(changes.count(1), changes.count(-1), len(changes))
+        told = {"samples": found.samples, "units": found.units, "difference": found.difference}
+        return told | {"interval": [100 * low, 100 * high], "p": p, "significant": low > 0 or high < 0}
     return verdict([found])
 
 

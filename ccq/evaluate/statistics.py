@@ -1,5 +1,5 @@
-"""Intervals for scores: Wilson for proportions, bootstrap over documents for the rest. Nothing here is drawn at random:
-the same samples give the same interval on every machine."""
+"""Intervals for scores: Wilson for proportions, Agresti and Min for their differences, bootstrap over documents for the
+rest. Nothing here is drawn at random: the same samples give the same interval on every machine."""
 
 from __future__ import annotations
 
@@ -44,6 +44,29 @@ def student(freedom: int) -> float:
     first, second = z**3 + z, (5 * z**5 + 16 * z**3 + 3 * z) / 6
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 6
     return z + first / v + second / v**2 + third / v**3
+
+
+def matched(gained: int, lost: int, n: int) -> tuple[float, float, float]:
+    """Of a difference of two proportions over the same n samples, of which the second has `gained` and `lost` some:
+    its 95% interval and p, with half a sample added to each of the four kinds (Agresti and Min, 2005).
+
+    Resampled, as other scores are, 4 of 100 that are lost and none gained would be no chance (the sign test gives
+    p = 0.125), and where none differs there would be no doubt at all.
+
+    >>> [round(x, 3) for x in matched(0, 4, 100)]
+    [-0.082, 0.004, 0.073]
+    """
+    difference = (gained - lost) / (n + 2)
+    error = math.sqrt(gained + lost + 1 - (n + 2) * difference**2) / (n + 2)
+    half = student(n - 1) * error
+    return difference - half, difference + half, math.erfc(abs(difference) / error * Z / student(n - 1) / math.sqrt(2))
+
+
+def is_proportion(rows: Sequence[dict], aggregate: str) -> bool:
+    """Whether a score is a share of samples, each right or wrong and drawn by itself."""
+    return aggregate == "mean" and all(
+        row["score"] in (0, 1) and "weight" not in row and "unit" not in row for row in rows
+    )
 
 
 def value(total: float, weight: float, aggregate: str) -> float:
@@ -99,7 +122,7 @@ def summary(rows: Sequence[dict], aggregate: str = "mean") -> dict:
     """
     units = list(by_unit(rows).values())
     total, weight = (sum(column) for column in zip(*units, strict=True)) if units else (0.0, 0.0)
-    proportion = aggregate == "mean" and all(row["score"] in (0, 1) and "weight" not in row for row in rows)
+    proportion = is_proportion(rows, aggregate)
     if proportion:
         low, high = (100 * x for x in wilson(total, len(rows)))
     else:

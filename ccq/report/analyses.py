@@ -91,7 +91,8 @@ def control_table(found: Collection) -> Table | None:
     rows = []
     for source in found.of("analysis", "alignment"):
         for point, content in source.content["points"].items():
-            for part in content["top"].values():
+            # once where 16 directions are an eighth of all
+            for part in {tuple(part["directions"]): part for part in content["top"].values()}.values():
                 beyond = part.get("novel minus planted")
                 if beyond is None:
                     continue

@@ -75,7 +75,13 @@ def repeats_table(results: Results) -> Table | None:
                     blocks.append(repeated(system, suite, seed, list(different.values())))
     if not blocks:
         return None
-    notes = ["Runs of one config and one seed. What separates two systems by less than this is not told from chance."]
+    same = all(cell.text == "0.00" for block in blocks for row in block.rows for cell in row.cells[1:])
+    says = (
+        "They do not differ: what separates seeds is the seed's doing alone."
+        if same
+        else "What separates two systems by less than this is not told from chance."
+    )
+    notes = [f"Runs of one config and one seed. {says}"]
     return Table("Run to run", ["", "values", "spread"], blocks, notes, name="repeats")
 
 

@@ -140,6 +140,19 @@ def test_a_suite_is_evaluated_under_each_intervention(tmp_path, capsys):
     assert "scale-0.5-layers-1" in shown
 
 
+def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, capsys):
+    arguments = ["ccq-gla-pico", "--suite", "niah", "--tasks", "niah_single_1", "--lengths", "256", "--limit", "1"]
+    arguments += ["--answer-tokens", "2", "--device", "cpu", "--out", str(tmp_path), "--off"]
+    assert main(arguments) == 0
+    first, second = (
+        [f.stat().st_mtime_ns for f in (tmp_path / which / "samples").iterdir()] for which in ("none", "off")
+    )
+    assert first == second, "a copy has the time of what it copies"
+    capsys.readouterr()
+    assert main([*arguments, "--fixed", "0.5"]) == 0
+    assert capsys.readouterr().out.count("finished already") == 2
+
+
 def test_a_command_without_an_intervention_or_with_an_unknown_suite_is_refused(tmp_path, capsys):
     for arguments, text in (([], "an intervention at least"), (["--off", "--suite", "nia"], "Did you mean 'niah'?")):
         with pytest.raises(SystemExit):

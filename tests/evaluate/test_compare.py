@@ -90,6 +90,28 @@ def test_chance_is_called_significant_one_time_in_twenty_with_few_units_too(n):
     assert 0.02 < np.mean(calls) < 0.08  # of 0.05, four deviations
 
 
+@pytest.mark.parametrize(("n", "gained", "lost"), [(6, 0.3, 0.3), (20, 0.1, 0.1), (20, 0.4, 0.2), (100, 0.02, 0.02),
+                                                   (100, 0.01, 0.04), (100, 0.3, 0.1), (500, 0.05, 0.03)])  # fmt: skip
+def test_the_difference_of_proportions_is_in_its_interval_19_times_in_20(n, gained, lost):
+    counts = np.random.default_rng(5).multinomial(n, [gained, lost, 1 - gained - lost], size=4000)
+    bounds = {pair: statistics.matched(*pair, n)[:2] for pair in {tuple(map(int, row[:2])) for row in counts}}
+    inside = [low <= gained - lost <= high for low, high in (bounds[tuple(row[:2])] for row in counts.tolist())]
+    assert np.mean(inside) > 0.935
+
+
+def test_right_and_wrong_are_compared_by_what_changed():
+    """Four lost of 100 and none gained is chance one time in eight, by the sign test; six is not."""
+    right = np.ones(100)
+    for lost, called in ((0, False), (4, False), (6, True)):
+        wrong = np.where(np.arange(100) < lost, 0.0, 1.0)
+        found = paired(rows_of(right), rows_of(wrong), "mean")
+        assert found["difference"] == pytest.approx(-lost)
+        assert found["significant"] == called == (found["p"] < 0.05)
+        low, high = found["interval"]
+        assert low < -lost < high, "there is some doubt, also where none differs"
+        assert paired(rows_of(wrong), rows_of(right), "mean")["interval"] == pytest.approx([-high, -low])
+
+
 def test_the_interval_of_few_units_is_students():
     rng = np.random.default_rng(4)
     one, two = rng.normal(size=(2, 8))
@@ -143,7 +165,7 @@ def test_an_average_takes_two_units_of_each_group_and_six_in_all():
 
 
 def test_p_is_never_zero():
-    found = paired(rows_of([0.0] * 50), rows_of([1.0] * 50), "mean")
+    found = paired(rows_of([0.0] * 50), rows_of([0.5] * 50), "mean")
     assert found["p"] == pytest.approx(2 / (statistics.RESAMPLES + 1))
 
 

@@ -10,6 +10,7 @@ from made_results import BENCHMARKS
 
 import ccq.report
 from ccq import cli
+from ccq.evaluate.compare import compare
 from ccq.report import claims, docs, page
 from ccq.report.collect import collect
 
@@ -43,11 +44,36 @@ def test_what_the_readme_says_in_words_is_in_the_files():
     assert "`make run` trains four tiny models" in readme
     assert "0.62 of it at key size 256" in readme
     assert "0.62 of it at key\nsize 256" in (ROOT / "docs" / "kernels.md").read_text()
-    assert "Of needles GLA finds none at this size, at any length; the others were not asked yet" in readme
-    asked = {path.parent.parent.name: json.loads(path.read_text())["scores"].values()
-             for path in (BENCHMARKS / "nano" / "needles").glob("*/eval/niah.json")}  # fmt: skip
-    assert list(asked) == ["gla-seed0"]
-    assert {score["value"] for scores in asked.values() for score in scores} == {0.0}
+
+
+NANO = BENCHMARKS / "nano" / "needles"
+
+
+def last_perplexity(run):
+    rows = map(json.loads, (NANO / run / "log.jsonl").read_text().splitlines())
+    return [row["valid_perplexity"] for row in rows if "valid_perplexity" in row][-1]
+
+
+def test_what_the_readme_says_of_language_models_is_in_the_files():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "those with CCQ end with the lowest validation perplexity, clearly below GLA and its control" in readme
+    gla, unit, gdn = map(last_perplexity, ("gla-seed0", "gla_unit-seed0", "gated_deltanet-seed0"))
+    ccq, open_, ccq_gdn = map(last_perplexity, ("ccq_gla-seed0", "ccq_gla_open-seed0", "ccq_gated_deltanet-seed0"))
+    assert ccq < open_ < min(gla, unit) - 0.5
+    assert "hardly below Gated DeltaNet, and the norm alone lowers nothing" in readme
+    assert gdn - 0.5 < ccq_gdn < gdn
+    assert unit > gla
+    asked = {path.parent.parent.name: json.loads(path.read_text())["scores"] for path in NANO.glob("*/eval/niah.json")}
+    assert "GLA finds none at this size, at any length, with CCQ or without" in readme
+    assert {score["value"] for run, scores in asked.items() if "gla" in run for score in scores.values()} == {0.0}
+    assert "Gated DeltaNet finds them, and CCQ changes that by less than the samples can tell" in readme
+    assert asked["gated_deltanet-seed0"]["niah_single_1/4096"]["value"] == 100
+    both = compare([NANO / run / "eval" for run in ("gated_deltanet-seed0", "ccq_gated_deltanet-seed0")], ["niah"])
+    assert not any(row["differences"][0]["significant"] for row in both["suites"]["niah"].values())
+    assert "ends with the same loss to the last digit" in readme
+    for run in ("gla_unit-seed0", "ccq_gla-seed0", "ccq_gla_open-seed0"):
+        assert last_perplexity(run) == last_perplexity(f"{run}-repeat")
+        assert len(json.loads((NANO / run / "provenance.json").read_text())) > 1, "interrupted on the way"
 
 
 def test_a_bullet_points_at_nothing_above_it():
