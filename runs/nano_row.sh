@@ -48,7 +48,7 @@ case $row in ccq_*) $ccq analyze gate "$run/model" --run "$run" --out "$run/anal
 [ "$seed" != 2 ] || $ccq analyze alignment "$run/model" --out "$run/analysis"
 case $row in
   ccq_gated_deltanet* | ccq_*_conv) # GLA without a convolution finds no needle at this size: nothing to switch off
-    off() { $ccq analyze intervene "$run/model" --suite niah --off --limit 20 --keys odd ${EVAL:+--data "$EVAL"} "$@"; }
+    off() { $ccq analyze intervene "$run/model" --suite niah --off --limit 100 --keys odd ${EVAL:+--data "$EVAL"} "$@"; }
     off --tasks niah_single_1 --lengths 1024,4096,16384,102400 --out "$run/intervene/passkey"
     off --tasks niah_single_2,niah_single_3 --lengths 1024,4096,16384 --out "$run/intervene/others"
     ;;

@@ -24,7 +24,7 @@ HOLDS, FAILS, FEW, UNTESTABLE = "holds", "does not", "not enough runs", "not tes
 NOT_RUN = "not run"
 LEAST = {"higher": 1.0, "lower": 0.1}  # gain that counts: a point of accuracy; of perplexity, the only score to fall
 LEAST_GAP, LEAST_GATE = 0.01, 0.01  # a tenth of the paper's gap of alignment, and of what its gate opens further
-PASSKEY_FROM = 4096  # tokens from which the paper switches its cleaning off
+SWITCHED_FROM = 4096  # tokens from which the paper switches its cleaning off
 BATCH = 8  # of the paper's inference
 BACKBONES = {"gla": "ccq-gla", "gated-deltanet": "ccq-gated-deltanet"}
 
@@ -467,18 +467,18 @@ def mean_of(rows: list[list[float]]) -> float:
 
 
 def intervention(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
-    """How much pass-key retrieval changes, by length, when the cleaning is switched off."""
+    """How much retrieval of the claim's needles changes, by length, when the cleaning is switched off."""
     changes = {}
     for source in found.of("analysis", "intervene"):
         rows = {row["intervention"]: row["suites"].get("niah", {}) for row in source.content["rows"]}
-        none, off = ({name: x for name, x in rows.get(which, {}).items() if name.startswith("niah_single_1/")
+        none, off = ({name: x for name, x in rows.get(which, {}).items() if name.split("/")[0] in claim["tasks"]
                       and x is not None} for which in ("none", "off"))  # fmt: skip
         if shared := none.keys() & off.keys():
             # where nothing is found either way, nothing can be missed
-            changes[source] = {int(name.split("/")[1]): off[name] - none[name]
-                               for name in sorted(shared) if max(off[name], none[name]) > 0}  # fmt: skip
+            changes[source] = {name: off[name] - none[name]
+                               for name in sorted(shared, key=needle) if max(off[name], none[name]) > 0}  # fmt: skip
     if not changes:
-        return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze intervene --off` was not run on niah")
+        return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze intervene --off` was not run on them")
     parts, verdicts = [], []
     for mine in by_model(list(changes)).values():
         verdicts.append(missed([(source.seed, changes[source]) for source in mine], claim["at_most"]))
@@ -487,27 +487,34 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
             if not moved:
                 parts.append(f"{source.title}: finds none either way")
                 continue
-            most = max(moved, key=lambda length: abs(moved[length]))
-            samples = over_samples_of(source, f"niah_single_1/{most}")
-            lengths = f"{len(moved)} length{'s' if len(moved) > 1 else ''} at which it finds any"
-            told = f"{source.title}: at most {abs(moved[most]):.1f} over {lengths}, up to {max(moved):,} tokens"
+            most = max(moved, key=lambda name: abs(moved[name]))
+            samples = over_samples_of(source, most)
+            lengths = {needle(name)[1] for name in moved}
+            told = f"{source.title}: at most {abs(moved[most]):.1f} over {len(lengths)} length"
+            told += f"{'s' if len(lengths) > 1 else ''} at which it finds any, up to {max(lengths):,} tokens"
             parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
     verdict, detail = together(verdicts)
     return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, distinct(list(changes)))
 
 
-def missed(runs: list[tuple[int | None, dict[int, float]]], at_most: float) -> tuple[str, str]:
-    """Of runs of one model (seed, {length: change}): whether the interval over seeds stays within `at_most` at every
+def needle(name: str) -> tuple[str, int]:
+    """Task and length of a score of S-NIAH."""
+    task, length = name.split("/")
+    return task, int(length)
+
+
+def missed(runs: list[tuple[int | None, dict[str, float]]], at_most: float) -> tuple[str, str]:
+    """Of runs of one model (seed, {score: change}): whether the interval over seeds stays within `at_most` at every
     length that the paper's claim is about."""
-    seeds: dict[int, dict[int, list[float]]] = {}  # [length][seed]
+    seeds: dict[str, dict[int, list[float]]] = {}  # [score][seed]
     for seed, changes in runs:
-        for length, change_ in changes.items():
-            if length >= PASSKEY_FROM:
-                of_length = seeds.setdefault(length, {})
+        for name, change_ in changes.items():
+            if needle(name)[1] >= SWITCHED_FROM:
+                of_score = seeds.setdefault(name, {})
                 if seed is not None:
-                    of_length.setdefault(seed, []).append(change_)
+                    of_score.setdefault(seed, []).append(change_)
     if not seeds:
-        return UNTESTABLE, f"it finds none at {PASSKEY_FROM:,} tokens or more, with or without"
+        return UNTESTABLE, f"it finds none at {SWITCHED_FROM:,} tokens or more, with or without"
     bounds = [seed_interval([sum(x) / len(x) for x in known.values()]) for known in seeds.values()]
     known_bounds = [b for b in bounds if b is not None]
     if any(low > at_most or high < -at_most for low, high in known_bounds):

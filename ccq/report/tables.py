@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ccq.report import paper as papers
-from ccq.report.claims import LEAST, LEAST_GAP, LEAST_GATE, PASSKEY_FROM, Verdict, parse
+from ccq.report.claims import LEAST, LEAST_GAP, LEAST_GATE, SWITCHED_FROM, Verdict, parse
 from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
@@ -218,7 +218,7 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         f"mean over layers: **holds** where it is below zero, **does not** where it leaves out a gap of {LEAST_GAP:g} "
         "below zero, in one model; **not testable** where a head has no more than the top directions. The gate is "
         f"judged as scores are, a gain of {LEAST_GATE:g} counting. Switching off **holds** where at every length of "
-        f"{PASSKEY_FROM:,} tokens and more at which a model finds any the interval over seeds is within the paper's "
+        f"{SWITCHED_FROM:,} tokens and more at which a model finds any the interval over seeds is within the paper's "
         "bound, **does not** where it lies beyond at one, and is **not testable** where there is no such length.",
     ]
     head = ["claim", "the paper", "here", "verdict"]

@@ -361,6 +361,22 @@ def test_switching_off_is_judged_over_seeds_at_the_papers_lengths(tmp_path, none
     assert judged(tmp_path)[SWITCHED].verdict == verdict
 
 
+def test_numbers_and_uuids_are_judged_apart_from_the_pass_key(tmp_path):
+    """Each bound by its own needles, also where they lie in two files of one model."""
+    for seed in range(3):
+        for task, off in (("niah_single_1", 50.0), ("niah_single_2", 50.0), ("niah_single_3", 40.0)):
+            rows = [{"intervention": name, "suites": {"niah": {f"{task}/{length}": x for length in (4096, 16384)}}}
+                    for name, x in (("none", 50.0), ("off", off))]  # fmt: skip
+            content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
+            (tmp_path / f"{seed}-{task}.json").write_text(json.dumps({**content, "provenance": origin()}))
+    found = judged(tmp_path)
+    assert found[SWITCHED].verdict == claims.HOLDS
+    assert "at most 0.0 over 2 lengths" in found[SWITCHED].ours
+    others = found["... nor by one that finds numbers and uuids (S-NIAH-2 and 3)"]
+    assert others.verdict == claims.FAILS
+    assert "at most 10.0 over 2 lengths at which it finds any, up to 16,384 tokens" in others.ours
+
+
 def test_switching_off_shows_the_interval_over_samples_that_lie_beside_it(tmp_path):
     for name, value in (("none", 50.0), ("off", 45.0)):
         evaluation(tmp_path / name, "niah", {GROUP: (value, "mean")}, f"ccq-gla-nano-seed0, lam {name}")
