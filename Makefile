@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: test run lint format bench clean
 
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 run: .venv/installed
 	$(BIN)/ccq demo
@@ -26,7 +26,7 @@ bench: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ccq needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -141,6 +141,6 @@ def test_a_model_without_a_tokenizer_is_told_of_the_option(folder, capsys, kind)
 
 def test_a_name_that_is_no_folder_is_said_to_be_none_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read when it was imported
     assert cli.main(["analyze", "alignment", "no-such-model-at-all"]) == 1
     assert capsys.readouterr().err.startswith("ccq analyze alignment: there is no folder no-such-model-at-all, and")

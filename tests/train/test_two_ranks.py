@@ -19,6 +19,8 @@ from ccq.train.data import train_source
 from ccq.train.loop import Trainer, train
 from ccq.train.world import join
 
+pytestmark = pytest.mark.xdist_group("two ranks")  # in one process: what they share takes half a minute
+
 SYSTEMS = ("gla", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
 STEPS = 20
 RESUME = {"system": "ccq-gated-deltanet", "steps": 12}
