@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ccq.analysis.errors import AnalysisError
 from ccq.mixers import QueryCleaner
-from ccq.ops.dispatch import nearest
 
 
 def cleaners(model: nn.Module) -> list[QueryCleaner]:
@@ -103,30 +102,25 @@ def main(argv: Sequence[str]) -> int:
     add("--fixed", type=float, nargs="+", default=[], metavar="X", help="with lam fixed at each X")
     add("--scale", type=float, nargs="+", default=[], metavar="X", help="with lam times each X, at most 1")
     add("--each-layer", action="store_true", help="each of these in one layer alone too, for every layer that cleans")
-    arguments = parser.parse_args(argv)
+    arguments, suites, options = evaluate.parse(parser, argv)
     asked = [Intervention("off")] if arguments.off else []
     asked += [Intervention(kind, x) for kind in ("fixed", "scale") for x in getattr(arguments, kind)]
     if not asked:
         parser.error("expected an intervention at least: --off, --fixed X or --scale X")
     if arguments.stage != "all":
         parser.error("--stage: an intervention is evaluated in one go; expected no stage")
-    suites = arguments.suite.split(",")
-    for suite in suites:
-        if suite not in evaluate.SUITES:
-            parser.error(f"--suite: unknown suite {suite!r}.{nearest(suite, tuple(evaluate.SUITES))}")
-    dtype = evaluate.DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
+    dtype = evaluate.DTYPES[arguments.dtype]
     model, tokenizer = evaluate.load(
         arguments.model, arguments.device, dtype, arguments.tokenizer, text=suites != ["mqar"]
     )
     count = len(cleaners(model))
     if arguments.each_layer:
         asked += [replace(change, layers=(layer,)) for change in asked for layer in range(count)]
-    given = {key: value for key, value in vars(arguments).items() if key in evaluate.Options.__dataclass_fields__}
     name = Path(arguments.model).name
     rows, failed = [], False
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights, by which answers are told apart, are the same
-        options = evaluate.Options(**(given | {"out": arguments.out / change.name}))
+        options = replace(options, out=arguments.out / change.name)
         drawn = arguments.out / Intervention().name / "samples"
         if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
             shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)

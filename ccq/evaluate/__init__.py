@@ -427,9 +427,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the suites that `argv` names; what fails is said, and the others still run."""
-    parser = make_parser()
+# which suites an option is for, where not for all; given for others alone it would decide nothing
+MEANT_FOR = {
+    "lengths": ("niah", "length", "mqar"),
+    "tokens": ("length",),
+    "answer_tokens": ("niah",),
+    "slices": ("mqar",),
+    "recall_vocab_size": ("mqar",),
+    "max_lengths": ("lm", "longbench"),
+    "sizing": ("niah",),
+    "keys": ("niah",),
+    "prefill": ("lm",),
+    "seed": ("niah", "mqar"),
+}
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Options]:
+    """What was given, checked as far as it can be without the model: arguments, suites, and options of the suites."""
     arguments = parser.parse_args(argv)
     suites = arguments.suite.split(",")
     for suite in suites:
@@ -439,15 +453,24 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--data: {arguments.data} is no folder")
     if arguments.tasks and len(suites) > 1:
         parser.error("--tasks: names tasks of one suite, and --suite has several")
-    dtype = DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
+    for name, meant in MEANT_FOR.items():
+        if getattr(arguments, name) != parser.get_default(name) and not set(meant) & set(suites):
+            option = "--max-length" if name == "max_lengths" else f"--{name.replace('_', '-')}"
+            parser.error(f"{option}: is for {', '.join(meant)}, and --suite has {', '.join(suites)}")
+    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     given = {key: value for key, value in vars(arguments).items() if key in Options.__dataclass_fields__}
-    options = Options(**given)
+    return arguments, suites, Options(**given)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the suites that `argv` names; what fails is said, and the others still run."""
+    arguments, suites, options = parse(make_parser(), argv)
     stage = options.stage
     try:
         model, tokenizer = load(
             arguments.model,
             arguments.device,
-            dtype,
+            DTYPES[arguments.dtype],
             arguments.tokenizer,
             weights=stage in ("all", "score"),
             text=stage != "score" and suites != ["mqar"],

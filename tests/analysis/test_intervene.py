@@ -154,7 +154,11 @@ def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, 
 
 
 def test_a_command_without_an_intervention_or_with_an_unknown_suite_is_refused(tmp_path, capsys):
-    for arguments, text in (([], "an intervention at least"), (["--off", "--suite", "nia"], "Did you mean 'niah'?")):
+    for arguments, text in (
+        ([], "an intervention at least"),
+        (["--off", "--suite", "nia"], "Did you mean 'niah'?"),
+        (["--off", "--suite", "mqar", "--keys", "odd"], "--keys: is for niah, and --suite has mqar"),
+    ):
         with pytest.raises(SystemExit):
             main(["model", "--out", str(tmp_path), *arguments])
         assert text in capsys.readouterr().err
