@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from ccq import shipped
 from ccq.analysis.errors import AnalysisError
 from ccq.evaluate import DTYPES
-from ccq.evaluate.errors import EvaluationError
 from ccq.provenance import provenance
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,12 +44,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     dtype = DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
     path = Path(arguments.model)
     if path.suffix != ".gguf":
-        try:
-            found = load_pretrained(arguments.model, arguments.device, dtype, arguments.tokenizer)
-        except EvaluationError as error:
-            if path.exists() or arguments.model in shipped.names() or "is not there" in str(error):
-                raise
-            raise AnalysisError(f"there is no folder {arguments.model}, and it is no name to load: {error}") from error
+        found = load_pretrained(arguments.model, arguments.device, dtype, arguments.tokenizer)
         if found[1] is None:
             raise AnalysisError(f"{arguments.model} has no tokenizer: give one with --tokenizer")
         return found

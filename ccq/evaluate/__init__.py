@@ -336,9 +336,10 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
             found_model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
             found_model = found_model.to(device).eval()
         except Exception as error:
+            missing = "" if Path(where).exists() else f"there is no folder {name}, and "
             raise EvaluationError(
-                f"{name} could not be loaded as a causal LM ({first_line(error)}): expected a from_pretrained folder, "
-                f"a model that ships ({', '.join(names()) or 'none does'}), or a name on the Hub and a network"
+                f"{missing}{name} could not be loaded as a causal LM ({first_line(error)}): expected a from_pretrained "
+                f"folder, a model that ships ({', '.join(names()) or 'none does'}), or a name on the Hub and a network"
             ) from error
     return found_model, found_tokenizer
 

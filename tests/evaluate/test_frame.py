@@ -224,6 +224,16 @@ def test_an_unknown_task_names_the_nearest(folder, data, tmp_path, capsys):
     assert (code, "lm has no 'pika'. Did you mean 'piqa'?" in error) == (1, True)
 
 
+def test_a_folder_that_is_not_there_is_said_to_be_missing_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks there, for a minute
+    code, error = run("runs/modle", tmp_path, capsys, "--suite", "mqar")
+    assert code == 1
+    assert error.startswith(
+        "ccq eval: there is no folder runs/modle, and runs/modle could not be loaded"
+    )
+
+
 def test_a_suite_without_tasks_says_so(folder, tmp_path, capsys):
     code, error = run(folder, tmp_path, capsys, "--suite", "mqar", "--tasks", "foo")
     assert (code, "--tasks: mqar has none to choose among, got foo" in error) == (1, True)
