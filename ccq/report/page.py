@@ -185,8 +185,8 @@ def did_it_help(found: Collection, verdicts: list[Verdict], results: Results) ->
     if not tried and measured:
         parts.append(
             Text(
-                "**These results are too few to say.** No claim of the paper is judged by what is here. What was "
-                "measured, a mean over all that was asked, in percent:"
+                "**These results are too few to say.** No claim about what CCQ gains is judged by what is here. "
+                "What was measured, a mean over all that was asked, in percent:"
             )
         )
         parts.append(Items(measured))
