@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ccq.report.claims import signed
+from ccq.report.claims import needle, signed
 from ccq.report.collect import Collection
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.paper import Paper
 from ccq.report.tables import MISSING, marks, number
 
-COLUMNS = 12  # that a table of any scores has at most
+COLUMNS = 16  # that a table of any scores has at most
 
 
 def intervention_table(found: Collection) -> Table | None:
@@ -19,6 +19,8 @@ def intervention_table(found: Collection) -> Table | None:
         for source in sources for row in source.content["rows"]
         for suite, scores in row["suites"].items() for name in scores
     ))  # fmt: skip
+    if {suite for suite, _ in asked} == {"niah"}:  # models may have been asked at other lengths
+        asked.sort(key=lambda name: needle(name[1]))
     names = asked[:COLUMNS]
     if len(asked) > COLUMNS:
         notes.append(f"{len(asked) - COLUMNS} more scores are in {', '.join(source.name for source in sources)}.")

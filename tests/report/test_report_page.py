@@ -405,6 +405,11 @@ def test_changed_cleaning_stands_under_its_own_scores(tmp_path):
     assert table.head == ["", "niah: a", "niah: b", "length: c"]
     shown = [[cell.text for cell in row.cells] for row in table.blocks[0].rows]
     assert shown == [["1.00", "2.00", "missing"], ["missing", "3.00", "4.00"]]
+    for seed, lengths in enumerate(((512, 4096), (1024, 102400))):
+        content["rows"][0]["suites"] = {"niah": {f"niah_single_1/{length}": 1.0 for length in lengths}}
+        (tmp_path / f"{seed}.json").write_text(json.dumps(content))
+    table = tables_of(page.build(collect([tmp_path])).parts)["intervene"]
+    assert table.head[1:] == [f"niah_single_1/{length}" for length in (512, 1024, 4096, 102400)]
 
 
 def test_the_gates_figure_says_what_text_was_read(everything, tmp_path):
