@@ -19,14 +19,15 @@ for seed in 0 1 2; do
     EVAL=$DATA/eval bash runs/nano_row.sh $row $seed runs/nano/data/needles runs/nano/needles
   done
 done
-#    what the needle documents change: without them, and without RULER's own form
+#    what the needle documents change: without them, and without RULER's own form; of the rows that find needles
 for set in plain no-ruler; do
-  for row in gla_unit ccq_gla; do
-    EVAL=$DATA/eval RATE=2e-3 bash runs/nano_row.sh $row 0 runs/nano/data/$set runs/nano/$set
+  for row in gated_deltanet ccq_gated_deltanet; do
+    EVAL=$DATA/eval RATE=4e-3 bash runs/nano_row.sh $row 0 runs/nano/data/$set runs/nano/$set
   done
 done
 for run in runs/nano/{needles,plain,no-ruler}/{*-seed*,sweep/*}/; do # what of it docs/results.md is made from
-  for part in "$run"{config.json,data.json,log.jsonl,provenance.json,eval/{niah,length}.json{,l},analysis/*.json}; do
+  for part in "$run"{config.json,data.json,log.jsonl,provenance.json,eval/{niah,length}.json{,l},analysis/*.json} \
+    "$run"intervene/{passkey,others}/{intervene.json,{none,off}/niah.json{,l}}; do
     [ ! -f "$part" ] || install -D -m 644 "$part" "benchmarks/results/${part#runs/}"
   done
 done
