@@ -16,7 +16,7 @@ import numpy as np
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.results import write_json
-from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, is_proportion, matched, resampled, student, value, values
+from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, is_proportion, redrawn, resampled, student, value, values
 
 
 def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
@@ -63,8 +63,13 @@ def part(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: in
         return None
     tables = [[units[name] for name in names] for units in (one, two)]
     points = [score(table, aggregate) for table in tables]
-    draws = [values(resampled(table, seed), aggregate) for table in tables]
-    return Part(len(common), len(names), points[1] - points[0], draws[1] - draws[0])
+    if is_proportion([*first, *second], aggregate):
+        changes = [two[name][0] - one[name][0] for name in names]
+        draws = redrawn(changes.count(1), changes.count(-1), len(names), seed)
+    else:
+        before, after = (values(resampled(table, seed), aggregate) for table in tables)
+        draws = after - before
+    return Part(len(common), len(names), points[1] - points[0], draws)
 
 
 def score(units: Sequence[tuple[float, float]], aggregate: str) -> float:
@@ -76,12 +81,6 @@ def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: 
     found = part(first, second, aggregate, seed)
     if found is None:
         return {"samples": 0, "units": 0, "difference": None, "interval": None, "p": None, "significant": False}
-    if is_proportion([*first, *second], aggregate) and found.units >= LEAST_UNITS:
-        one, two = ({row["id"]: row["score"] for row in rows} for rows in (first, second))
-        changes = [two[name] - one[name] for name in one.keys() & two.keys()]
-        low, high, p = matched(changes.count(1), changes.count(-1), len(changes))
-        told = {"samples": found.samples, "units": found.units, "difference": found.difference}
-        return told | {"interval": [100 * low, 100 * high], "p": p, "significant": low > 0 or high < 0}
     return verdict([found])
 
 
@@ -194,7 +193,7 @@ def shown(result: dict) -> str:
     lines += [f"note: {note}" for note in result["notes"]]
     if few:
         lines.append(f"too few: an interval takes {LEAST_UNITS} documents or samples that both runs have")
-    lines.append("* the 95% interval of the paired difference leaves out zero (bootstrap; not corrected for many rows)")
+    lines.append("* the 95% interval of the paired difference leaves out zero (not corrected for many rows)")
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""Intervals for scores: Wilson for proportions, Agresti and Min for their differences, bootstrap over documents for the
-rest. Nothing here is drawn at random: the same samples give the same interval on every machine."""
+"""Intervals for scores: Wilson for proportions, bootstrap over documents for the rest. Nothing here is drawn at random:
+the same samples give the same interval on every machine."""
 
 from __future__ import annotations
 
@@ -46,22 +46,6 @@ def student(freedom: int) -> float:
     return z + first / v + second / v**2 + third / v**3
 
 
-def matched(gained: int, lost: int, n: int) -> tuple[float, float, float]:
-    """Of a difference of two proportions over the same n samples, of which the second has `gained` and `lost` some:
-    its 95% interval and p, with half a sample added to each of the four kinds (Agresti and Min, 2005).
-
-    Resampled, as other scores are, 4 of 100 that are lost and none gained would be no chance (the sign test gives
-    p = 0.125), and where none differs there would be no doubt at all.
-
-    >>> [round(x, 3) for x in matched(0, 4, 100)]
-    [-0.082, 0.004, 0.073]
-    """
-    difference = (gained - lost) / (n + 2)
-    error = math.sqrt(gained + lost + 1 - (n + 2) * difference**2) / (n + 2)
-    half = student(n - 1) * error
-    return difference - half, difference + half, math.erfc(abs(difference) / error * Z / student(n - 1) / math.sqrt(2))
-
-
 def is_proportion(rows: Sequence[dict], aggregate: str) -> bool:
     """Whether a score is a share of samples, each right or wrong and drawn by itself."""
     return aggregate == "mean" and all(
@@ -98,6 +82,19 @@ def resampled(units: Sequence[tuple[float, float]], seed: int = 0, resamples: in
     n = len(table)
     counts = np.random.Generator(np.random.Philox(key=[seed, n])).multinomial(n, np.full(n, 1 / n), size=resamples)
     return counts @ table
+
+
+def redrawn(gained: int, lost: int, n: int, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
+    """Differences, in per cent, of two proportions over n samples of which the second has `gained` and `lost` some:
+    resampled with half a sample more of each of the four kinds, as Agresti and Min (2005) add them.
+
+    Without, 4 of 100 that are lost and none gained would be no chance (the sign test gives p = 0.125), and where none
+    differs there would be no doubt at all.
+    """
+    total = n + 2
+    chances = [(gained + 0.5) / total, (lost + 0.5) / total, (total - gained - lost - 1) / total]
+    counts = np.random.Generator(np.random.Philox(key=[seed, n])).multinomial(total, chances, size=resamples)
+    return 100 * (counts[:, 0] - counts[:, 1]) / total
 
 
 def values(sums: np.ndarray, aggregate: str) -> np.ndarray:

@@ -218,7 +218,7 @@ class Pairing:
         return ", ".join(parts)
 
     def over_samples(self) -> tuple[float, float] | None:
-        """Paired bootstrap where the samples are there; of several seeds the mean of the bounds."""
+        """Paired, where the samples are there; of several seeds the mean of the bounds."""
         [(where, both)] = self.estimates.items()
         pattern = where.partition(":")[2]
         bounds = []

@@ -93,10 +93,14 @@ def test_chance_is_called_significant_one_time_in_twenty_with_few_units_too(n):
 @pytest.mark.parametrize(("n", "gained", "lost"), [(6, 0.3, 0.3), (20, 0.1, 0.1), (20, 0.4, 0.2), (100, 0.02, 0.02),
                                                    (100, 0.01, 0.04), (100, 0.3, 0.1), (500, 0.05, 0.03)])  # fmt: skip
 def test_the_difference_of_proportions_is_in_its_interval_19_times_in_20(n, gained, lost):
-    counts = np.random.default_rng(5).multinomial(n, [gained, lost, 1 - gained - lost], size=4000)
-    bounds = {pair: statistics.matched(*pair, n)[:2] for pair in {tuple(map(int, row[:2])) for row in counts}}
-    inside = [low <= gained - lost <= high for low, high in (bounds[tuple(row[:2])] for row in counts.tolist())]
-    assert np.mean(inside) > 0.935
+    counts = np.random.default_rng(5).multinomial(n, [gained, lost, 1 - gained - lost], size=1500).tolist()
+    found = {}
+    for up, down, same in counts:
+        if (up, down) not in found:
+            one, two = [0.0] * up + [1.0] * (down + same), [1.0] * up + [0.0] * down + [1.0] * same
+            found[up, down] = paired(rows_of(one), rows_of(two), "mean")["interval"]
+    inside = [low <= 100 * (gained - lost) <= high for low, high in (found[up, down] for up, down, _ in counts)]
+    assert np.mean(inside) > 0.93
 
 
 def test_right_and_wrong_are_compared_by_what_changed():
@@ -108,8 +112,26 @@ def test_right_and_wrong_are_compared_by_what_changed():
         assert found["difference"] == pytest.approx(-lost)
         assert found["significant"] == called == (found["p"] < 0.05)
         low, high = found["interval"]
-        assert low < -lost < high, "there is some doubt, also where none differs"
-        assert paired(rows_of(wrong), rows_of(right), "mean")["interval"] == pytest.approx([-high, -low])
+        assert -100 <= low < -lost < high, "there is some doubt, also where none differs"
+        again = paired(rows_of(wrong), rows_of(right), "mean")
+        assert again["interval"] == pytest.approx([-high, -low], abs=1.5)
+        assert again["p"] == pytest.approx(found["p"], abs=0.03)
+
+
+def test_an_average_of_right_and_wrong_is_no_surer_than_its_parts():
+    """Four lost in one of three groups: as likely chance as in that group alone."""
+    right, wrong = np.ones(100), np.where(np.arange(100) < 4, 0.0, 1.0)
+    first = {name: rows_of(right, name) for name in "abc"}
+    found = paired_average(list("abc"), first, first | {"b": rows_of(wrong, "b")})
+    assert found["difference"] == pytest.approx(-4 / 3)
+    assert not found["significant"]
+    assert paired_average(list("abc"), first, first)["interval"][1] > 0
+
+
+def test_all_against_none_stays_within_what_is_possible():
+    found = paired(rows_of([0.0] * 100), rows_of([1.0] * 100), "mean")
+    assert 90 < found["interval"][0] < found["interval"][1] <= 100
+    assert 0 < found["p"] < 0.01
 
 
 def test_the_interval_of_few_units_is_students():
@@ -165,7 +187,7 @@ def test_an_average_takes_two_units_of_each_group_and_six_in_all():
 
 
 def test_p_is_never_zero():
-    found = paired(rows_of([0.0] * 50), rows_of([0.5] * 50), "mean")
+    found = paired(rows_of([0.0] * 50), rows_of([1.0] * 50), "mean")
     assert found["p"] == pytest.approx(2 / (statistics.RESAMPLES + 1))
 
 
