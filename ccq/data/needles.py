@@ -172,7 +172,7 @@ class Needles:
         """Needle document `number` with a part of `text` as its haystack, or None where the text will not do."""
         draw = iter(uniform(key_of("needle", self.seed), np.array([number]), 8 + 3 * MOST)[0])
         form = self.forms[int(next(draw) * len(self.forms))]
-        kind = "number" if next(draw) < 0.75 else "uuid"
+        kind = "number" if next(draw) < 0.75 and number < NUMBERS // 2 // MOST else "uuid"  # those never run out
         count = 1 + int(next(draw) * MOST)
         size = round(np.exp(np.interp(next(draw), (0, 1), np.log(self.length))))
         where = next(draw)
@@ -206,8 +206,7 @@ class Needles:
     def numbers(self, number: int, count: int) -> list[str]:
         """Seven digits; no two of all documents are the same, since a permutation deals them out."""
         at = number * MOST + np.arange(count)
-        if at[-1] >= NUMBERS // 2:
-            raise DataError(f"needles: after {NUMBERS // 2 // MOST:,} documents numbers would repeat")
+        assert at[-1] < NUMBERS // 2, "numbers would repeat"
         pairs = SMALLEST // 2 + permute(at, NUMBERS // 2, key_of("needle numbers", self.seed))
         return [str(2 * pair + parity(str(pair))) for pair in pairs.tolist()]
 

@@ -17,8 +17,8 @@ HAYSTACK = " ".join(
 )
 
 
-def made(count=150, **options):
-    return [Needles(0.1, **options).document(n, HAYSTACK) for n in range(count)]
+def made(count=150, first=0, **options):
+    return [Needles(0.1, **options).document(n, HAYSTACK) for n in range(first, first + count)]
 
 
 def test_training_and_test_keys_are_disjoint_halves():
@@ -54,8 +54,10 @@ def test_all_numbers_of_a_seed_are_dealt_out_once(monkeypatch):
     source = Needles(0.1, seed=3)
     values = [v for n in range(1000 // needles.MOST) for v in source.numbers(n, needles.MOST)]
     assert sorted(values) == sorted(str(v) for v in range(1_000_000, 1_002_000) if is_training_value(str(v)))
-    with pytest.raises(DataError, match="would repeat"):
+    with pytest.raises(AssertionError, match="would repeat"):
         source.numbers(250, 1)
+    kinds = [{v.isdigit() for d in made(100, seed=3, first=first) for v in d.values} for first in (150, 250)]
+    assert kinds == [{True, False}, {False}], "once all are used, documents have uuids"
 
 
 def test_each_needle_is_told_once_and_asked_once_after_it():
