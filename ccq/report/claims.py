@@ -478,7 +478,8 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
             changes[source] = {name: off[name] - none[name]
                                for name in sorted(shared, key=needle) if max(off[name], none[name]) > 0}  # fmt: skip
     if not changes:
-        return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze intervene --off` was not run on them")
+        asked = " and ".join(claim["tasks"])
+        return Verdict(claim, claim["paper"], NOT_RUN, FEW, f"`ccq analyze intervene --off` was not run on {asked}")
     parts, verdicts = [], []
     for mine in by_model(list(changes)).values():
         verdicts.append(missed([(source.seed, changes[source]) for source in mine], claim["at_most"]))
