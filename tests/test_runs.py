@@ -196,6 +196,17 @@ def test_the_rate_of_a_row_is_that_of_the_best_last_validation(tmp_path, last, r
         assert trained[trained.index("--optimizer.lr") + 1] == rate
 
 
+@needs_bash
+def test_what_a_row_has_finished_is_not_run_again(tmp_path):
+    run = tmp_path / "out" / "ccq_gla_conv-seed0"
+    for name in ("model/config.json", "analysis/gate_model.json"):
+        (run / name).parent.mkdir(parents=True)
+        (run / name).touch()
+    words = commands_of(RUNS / "nano_row.sh", tmp_path, RATE="2e-3")
+    assert {call[0] for call in words} == {"eval", "analyze"}  # those that look for themselves what is left
+    assert [call[1] for call in words if call[0] == "analyze"] == ["alignment", "intervene", "intervene"]
+
+
 @pytest.mark.parametrize(
     "words",
     [

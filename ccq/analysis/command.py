@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ccq.analysis.errors import AnalysisError
+from ccq.data.shards import write_atomically
 from ccq.evaluate import DTYPES
 from ccq.provenance import provenance
 
@@ -109,7 +110,7 @@ def write(path: Path, content: dict) -> None:
     text = json.dumps(content | {"provenance": provenance()}, indent=1, allow_nan=False)
     text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+    write_atomically(path, f"{text}\n".encode())
     print(f"Wrote {path}")
 
 

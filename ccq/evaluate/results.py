@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ccq.data.shards import write_atomically
 from ccq.evaluate.errors import EvaluationError
 
 
@@ -49,9 +50,7 @@ def tokenizer_hash(tokenizer) -> str | None:
 def write_json(path: Path, content: dict) -> None:
     """All of it or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=True) + "\n")
-    os.replace(partial, path)
+    write_atomically(path, f"{json.dumps(content, indent=1, allow_nan=True)}\n".encode())
 
 
 def write_rows(path: Path, rows: Iterable[dict]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[P
 
     `notes` stand on the page with what a reader must know before comparing.
     """
+    from ccq.data.shards import write_atomically
     from ccq.report import figures, html, markdown, page
     from ccq.report.collect import collect
     from ccq.report.document import figures_of
@@ -24,9 +24,7 @@ def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[P
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, text in (("index.html", html.page(document)), ("report.md", markdown.page(document))):
-        partial = out / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out / name)
+        write_atomically(out / name, text.encode())
         written.append(out / name)
     for figure in figures_of(document.parts):
         written += figures.save(figure, out / "figures")

@@ -63,10 +63,15 @@ class Source:
     @property
     def title(self) -> str:
         """What an evaluation or analysis is of: the system with size and seed, or the name that the model has."""
+        named = self.system is not None and self.system.name in LABELS and self.seed is not None
+        return f"{self.subject}, seed {self.seed}" if named else self.subject
+
+    @property
+    def subject(self) -> str:
+        """The same without the seed."""
         if self.system is None or self.system.name not in LABELS:
             return self.content["model"]["name"]
-        seed = None if self.seed is None else f"seed {self.seed}"
-        return ", ".join(filter(None, (self.system.label, scale_label(self.system.size), seed)))
+        return ", ".join(filter(None, (self.system.label, scale_label(self.system.size))))
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -584,20 +584,29 @@ def gates(found: Collection) -> Figure | None:
     if not sources:
         return None
 
-    def panel(source: Source) -> Panel:
+    rows: dict[tuple, list[Source]] = {}  # runs that differ in the seed alone
+    for source in sources:
+        layers, text = tuple(source.content["layers"]), source.run.text if source.run else ""
+        alone = source.path if source.seed is None else None  # two of one name need not be one model
+        rows.setdefault((source.subject, text, layers, alone), []).append(source)
+
+    def panel(seeds: list[Source]) -> Panel:
         def draw(axes: Any) -> None:
-            means = {place: [sum(row) / len(row) for row in source.content["lam"][place]] for place in PLACES}
             for place, (colour, line) in PLACES.items():
-                axes.plot(source.content["layers"], means[place], color=colour, ls=line, marker="o", ms=3)
-            axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05 * max(map(max, means.values()))))
+                means = np.array([[sum(heads) / len(heads) for heads in s.content["lam"][place]] for s in seeds])
+                if len(seeds) > 1:
+                    axes.plot(seeds[0].content["layers"], means.T, color=colour, ls=line, lw=0.8, alpha=0.5)
+                axes.plot(seeds[0].content["layers"], means.mean(0), color=colour, ls=line, marker="o", ms=3)
+            axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05))
             axes.xaxis.get_major_locator().set_params(integer=True)
 
-        return Panel(source.title, draw)
+        count = len({source.seed for source in seeds})
+        return Panel(seeds[0].title if count == 1 else f"{seeds[0].subject}, {count} seeds", draw)
 
     texts = ", ".join(dict.fromkeys(text_of_gate(source) for source in sources))
     return Figure("gates", "How much is cleaned, by layer",
                   f"Mean gate over heads on text ({texts}), on the filler of needle prompts, and where a needle is "
-                  "retrieved. The paper: 0.29 on text, 0.40 at retrieval (mean over layers).",
-                  [panel(source) for source in sources],
+                  "retrieved; thin: each seed. The paper: 0.29 on text, 0.40 at retrieval (mean over layers).",
+                  [panel(seeds) for seeds in rows.values()],
                   [(place, *style, "o") for place, style in PLACES.items()], columns=2, size=(4.0, 2.8),
                   alt="gate by layer")  # fmt: skip

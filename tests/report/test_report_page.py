@@ -422,6 +422,26 @@ def test_the_gates_figure_says_what_text_was_read(everything, tmp_path):
         assert told in figures.gates(collect([tmp_path])).caption
 
 
+def test_seeds_of_one_row_share_a_panel_of_gates(everything, tmp_path):
+    """... and nothing else does: not another model of the same name, and not one with other layers."""
+    from ccq.report import figures
+    from ccq.report.collect import collect
+
+    content = json.loads((everything / "analysis" / "gate_x.json").read_text())
+
+    def titles():
+        return [panel.title for panel in figures.gates(collect([tmp_path])).panels]
+
+    for seed, name in enumerate(("ccq-gla-nano-seed0", "ccq-gla-nano-seed1", "unknown", "unknown")):
+        (tmp_path / f"{seed}.json").write_text(json.dumps(content | {"model": {"name": name}}))
+    assert sorted(titles()) == ["CCQ-GLA, nano, 2 seeds", "unknown", "unknown"]
+    with (tmp_path / "1.json").open("w") as file:
+        lam = {place: [*rows, rows[-1]] for place, rows in content["lam"].items()}
+        deeper = {"layers": [*content["layers"], 99], "lam": lam, "model": {"name": "ccq-gla-nano-seed1"}}
+        json.dump(content | deeper, file)
+    assert sorted(titles()) == ["CCQ-GLA, nano, seed 0", "CCQ-GLA, nano, seed 1", "unknown", "unknown"]
+
+
 def pick(rng, place):
     keys = list(place) if isinstance(place, dict) else list(range(len(place)))
     return rng.choice(keys) if keys else None
