@@ -20,6 +20,7 @@ from ccq.evaluate.requests import RequestSet
 from ccq.evaluate.results import (
     Progress,
     Responses,
+    lam_changed,
     model_hash,
     read_result,
     tokenizer_hash,
@@ -110,7 +111,11 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         if options.again:  # only now: had the data been missing, what is finished would have stayed
             answers_path.unlink(missing_ok=True)
             (out / f"{suite}.json").unlink(missing_ok=True)
-        identity = {"model_hash": model_hash(model), "dtype": str(model.dtype).removeprefix("torch.")}
+        identity = {
+            "model_hash": model_hash(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "lam": lam_changed(model),
+        }
         done = read_result(out, suite)
         if (
             done
@@ -118,6 +123,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             and done["samples"]["hash"] == asked.hash()
             and done["limit"] == asked.settings["limit"]
             and done["model"]["hash"] == identity["model_hash"]
+            and done["model"].get("lam") == identity["lam"]
         ):
             print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
             return done
@@ -236,6 +242,8 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
         "class": identity.get("class"),
         "parameters": identity.get("parameters"),
     }
+    if identity.get("lam"):
+        model_row["lam"] = identity["lam"]
     result = {
         "suite": suite,
         "finished": True,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -329,9 +329,23 @@ class Engine:
             eos_token_id=list(one.stop) or None,
             pad_token_id=one.stop[0] if one.stop else 0,
         )
-        out = self.model.generate(prompts, attention_mask=mask, generation_config=how)
+        with plain_generation(self.model):
+            out = self.model.generate(prompts, attention_mask=mask, generation_config=how)
         answers = out[:, prompts.shape[1] :].tolist()
         return [(request, {"tokens": until(answer, one.stop)}) for request, answer in zip(batch, answers, strict=True)]
+
+
+@contextmanager
+def plain_generation(model: Any) -> Iterator[None]:
+    """Without what a model's own generation config would add: penalties, tokens that it must not say."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def until(tokens: list[int], stop: Sequence[int]) -> list[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -223,6 +225,9 @@ def settings_of(options) -> tuple[list[str], list[int]]:
     return list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
 
 
+OTHER_DATA = "the request file was made from other data than the harness has now: make it again with --stage requests"
+
+
 def build(options, tokenizer) -> RequestSet:
     """Let the harness ask, and write down what it asks; equal questions once."""
     if tokenizer.eos_token_id is None:
@@ -237,10 +242,21 @@ def build(options, tokenizer) -> RequestSet:
                 builder.add(str(len(seen)), "score", tokens, context=context)
         return [(-1.0, False)] * len(asked)
 
-    evaluate(adapter(tokenizer, max_lengths, record), options, names, max_lengths)
+    told = evaluate(adapter(tokenizer, max_lengths, record), options, names, max_lengths)
+    for request in builder.requests[:1]:  # for all: equal questions of several documents are asked once
+        request.meta = {"documents": documents_of(told, max_lengths)}
     settings = {"tasks": names, "max_lengths": max_lengths, "offline": options.data is not None}
     notes = [BOOLQ_NOTE] if options.data is not None and "boolq" in names else []
     return builder.done("lm", settings, notes)
+
+
+def documents_of(told: dict, max_lengths: Sequence[int]) -> str:
+    """Hash of what answers are scored with: documents and their labels, and the lengths that texts are cut to."""
+    tasks = [
+        [task, *((sample["doc_id"], sample["doc_hash"], sample["target_hash"]) for sample in samples)]
+        for task, samples in sorted(told["samples"].items())
+    ]
+    return hashlib.sha256(json.dumps([tasks, list(max_lengths)]).encode()).hexdigest()
 
 
 def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
@@ -263,14 +279,13 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
             request = Request("", "score", 0, len(tokens), context=context)
             answer = known.get(RequestSet("lm", {}, np.asarray(tokens, np.int32), [request]).key(request))
             if answer is None:
-                raise EvaluationError(
-                    "the request file does not have all that the harness asks: other data? "
-                    "Make it again with --stage requests"
-                )
+                raise EvaluationError(OTHER_DATA)
             found.append((-sum(answer["nll"]), answer["greedy"]))
         return found
 
     told = evaluate(adapter(tokenizer, max_lengths, look_up), options, names, max_lengths)
+    if asked.requests[0].meta.get("documents", made := documents_of(told, max_lengths)) != made:
+        raise EvaluationError(OTHER_DATA)
     rows: list[dict] = []
     groups: dict[str, list[dict]] = {}
     scores: dict[str, dict] = {}

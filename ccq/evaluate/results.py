@@ -36,6 +36,17 @@ def model_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def lam_changed(model: torch.nn.Module) -> str | None:
+    """What `ccq.analysis.intervene` makes of the gates at this moment, which no weight says; None: nothing."""
+    gates = [module for module in model.modules() if hasattr(module, "intervention")]
+    layers: dict[str, list[int]] = {}
+    for layer, gate in enumerate(gates):
+        if (change := gate.intervention) is not None:
+            name = str(getattr(change, "name", "") or getattr(change, "__qualname__", type(change).__qualname__))
+            layers.setdefault(name, []).append(layer)
+    return "; ".join(f"{name} in {', '.join(map(str, which))}" for name, which in layers.items()) or None
+
+
 def tokenizer_hash(tokenizer) -> str | None:
     """Hash of all that decides how text becomes tokens."""
     if tokenizer is None:
@@ -96,7 +107,7 @@ class Responses:
         except (json.JSONDecodeError, KeyError) as error:
             raise EvaluationError(f"{self.path} is damaged ({error}): run with --again to start it over") from error
         self.identity = theirs | identity
-        for name in ("model_hash", "dtype"):
+        for name in ("model_hash", "dtype", "lam"):
             expected = theirs.get(name)
             if identity.get(name, expected) != expected:
                 raise EvaluationError(

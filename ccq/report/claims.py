@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ccq.evaluate.statistics import student
 from ccq.report.collect import Collection, Source, text_of_gate
-from ccq.report.numbers import SEEDS, Results, scores_like, seed_differences, seed_interval
+from ccq.report.numbers import SEEDS, Results, mean_bounds, once, scores_like, seed_differences, seed_interval
 from ccq.report.paper import HERE, Paper
 from ccq.report.systems import LABELS, SIZES, WITH_CONVOLUTION, System, label_of, scale_label
 
@@ -218,18 +218,18 @@ class Pairing:
         return ", ".join(parts)
 
     def over_samples(self) -> tuple[float, float] | None:
-        """Paired, where the samples are there; of several seeds the mean of the bounds."""
+        """Paired, where the samples are there; of several seeds, and of several runs of one, the mean of the bounds."""
         [(where, both)] = self.estimates.items()
         pattern = where.partition(":")[2]
         bounds = []
         for seed in self.seeds:
             mine, theirs = ([s for s in estimate.sources if s.seed == seed] for estimate in both)
-            tried = (sample_difference(control, source, pattern) for control in theirs for source in mine)
-            found = next((interval for interval in tried if interval is not None), None)
-            if found is None:
+            tried = [sample_difference(control, source, pattern) for control in theirs for source in mine]
+            found = [interval for interval in tried if interval is not None]
+            if not found:
                 return None
-            bounds.append(found)
-        return sum(low for low, _ in bounds) / len(bounds), sum(high for _, high in bounds) / len(bounds)
+            bounds.append(mean_bounds(found))
+        return mean_bounds(bounds)
 
 
 def sample_difference(control: Source, source: Source, pattern: str) -> tuple[float, float] | None:
@@ -305,6 +305,14 @@ def together(verdicts: list[tuple[str, str]], what: str = "model") -> tuple[str,
     return worst, f"{what} by {what}: {shown}"
 
 
+def of_enough_seeds(verdicts: list[tuple[int, tuple[str, str]]]) -> tuple[str, str]:
+    """`together`, given how many seeds each model has: one that has too few for any verdict counts where all have."""
+    told = [verdict for seeds, verdict in verdicts if seeds >= SEEDS] or [verdict for _, verdict in verdicts]
+    verdict, detail = together(told)
+    left = len(verdicts) - len(told)
+    return verdict, f"{detail}; {left} with fewer than {SEEDS} seeds not counted" if left else detail
+
+
 def distinct(sources: list[Source]) -> list[Source]:
     return sorted({source.number: source for source in sources}.values(), key=lambda source: source.number)
 
@@ -361,7 +369,7 @@ def measured_cost(found: Collection, measure: str, backbone: str) -> tuple[float
         "prefill": ("prefill", lambda row: row["wall_ms"]["median"]),
         "decode": ("decode", lambda row: row["generate_tok_s"]),
     }[measure]
-    for source in sorted(found.of("bench", kind), key=lambda s: s.date, reverse=True):
+    for source in sorted(found.of("bench", kind), key=lambda s: s.when, reverse=True):
         rows = source.content["rows"]
         if measure == "layer":
             short = {"gla": "gla", "gated-deltanet": "gdn"}[backbone]
@@ -389,7 +397,7 @@ def asked(row: dict) -> list:
 
 
 def alignment(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
-    sources = [s for s in found.of("analysis", "alignment") if not s.content.get("settings", {}).get("untrained")]
+    sources = once(s for s in found.of("analysis", "alignment") if not s.content.get("settings", {}).get("untrained"))
     if not sources:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze alignment` was not run")
     parts, verdicts = [], []
@@ -437,17 +445,20 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze gate` was not run")
     parts, verdicts = [], []
     for label, mine in by_model(sources).items():
-        seeds: dict[int, list[float]] = {}  # a model that was analysed twice is one run
+        runs: dict[int | None, list[Source]] = {}  # a model that was analysed twice, or trained again, is one run
         for source in mine:
-            further = mean_of(source.content["lam"]["retrieval"]) - mean_of(source.content["lam"]["text"])
-            if source.seed is not None:
-                seeds.setdefault(source.seed, []).append(further)
-        verdicts.append(decide([sum(x) / len(x) for x in seeds.values()], "higher", LEAST_GATE))
-        means = [sum(mean_of(s.content["lam"][place]) for s in mine) / len(mine) for place in ("retrieval", "text")]
-        name, count = (label, f" ({len(seeds)} seeds)") if len(seeds) > 1 else (mine[0].title, "")
+            runs.setdefault(source.seed, []).append(source)
+        means = {
+            seed: [sum(mean_of(s.content["lam"][place]) for s in same) / len(same) for place in ("retrieval", "text")]
+            for seed, same in runs.items()
+        }
+        further = [retrieval - text for seed, (retrieval, text) in means.items() if seed is not None]
+        verdicts.append((len(further), decide(further, "higher", LEAST_GATE)))
+        retrieval, text = (sum(column) / len(means) for column in zip(*means.values(), strict=True))
+        name, count = (label, f" ({len(further)} seeds)") if len(further) > 1 else (mine[0].title, "")
         texts = " and ".join(dict.fromkeys(text_of_gate(source) for source in mine))
-        parts.append(f"{name}: {means[0]:.3f} against {means[1]:.3f} on {texts}{count}")
-    verdict, detail = together(verdicts)
+        parts.append(f"{name}: {retrieval:.3f} against {text:.3f} on {texts}{count}")
+    verdict, detail = of_enough_seeds(verdicts)
     return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources)
 
 
@@ -468,23 +479,24 @@ def mean_of(rows: list[list[float]]) -> float:
 
 def intervention(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
     """How much retrieval of the claim's needles changes, by length, when the cleaning is switched off."""
-    changes = {}
+    changes, finds = {}, {}
     for source in found.of("analysis", "intervene"):
         rows = {row["intervention"]: row["suites"].get("niah", {}) for row in source.content["rows"]}
         none, off = ({name: x for name, x in rows.get(which, {}).items() if name.split("/")[0] in claim["tasks"]
                       and x is not None} for which in ("none", "off"))  # fmt: skip
-        if shared := none.keys() & off.keys():
-            # where nothing is found either way, nothing can be missed
-            changes[source] = {name: off[name] - none[name]
-                               for name in sorted(shared, key=needle) if max(off[name], none[name]) > 0}  # fmt: skip
+        if shared := sorted(none.keys() & off.keys(), key=needle):
+            changes[source] = {name: off[name] - none[name] for name in shared}
+            finds[source] = [name for name in shared if max(off[name], none[name]) > 0]
     if not changes:
         asked = " and ".join(claim["tasks"])
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, f"`ccq analyze intervene --off` was not run on {asked}")
     parts, verdicts = [], []
     for mine in by_model(list(changes)).values():
-        verdicts.append(missed([(source.seed, changes[source]) for source in mine], claim["at_most"]))
+        found_by_any = {name for source in mine for name in finds[source]}  # else nothing can be missed
+        runs = [(s.seed, {name: x for name, x in changes[s].items() if name in found_by_any}) for s in mine]
+        verdicts.append((len({s.seed for s in mine} - {None}), missed(runs, claim["at_most"])))
         for source in mine:
-            moved = changes[source]
+            moved = {name: changes[source][name] for name in finds[source]}
             if not moved:
                 parts.append(f"{source.title}: finds none either way")
                 continue
@@ -494,7 +506,7 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
             told = f"{source.title}: at most {abs(moved[most]):.1f} over {len(lengths)} length"
             told += f"{'s' if len(lengths) > 1 else ''} at which it finds any, up to {max(lengths):,} tokens"
             parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
-    verdict, detail = together(verdicts)
+    verdict, detail = of_enough_seeds(verdicts)
     return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, distinct(list(changes)))
 
 

@@ -58,6 +58,8 @@ class Source:
     def name(self) -> str:
         """The path without what is this machine's: a folder and a file at most, and of a run's results the run."""
         path = self.path if self.kind != "run" else self.path / "config.json"
+        if self.run is not None and path.is_relative_to(self.run.path):
+            return "/".join((self.run.path.name, *path.relative_to(self.run.path).parts))
         return "/".join(path.parts[-3 if path.parent.name in ("eval", "analysis") else -2 :])
 
     @property
@@ -91,6 +93,11 @@ class Source:
     @property
     def date(self) -> str:
         return str(self.origin.get("date") or "unknown")[:10]
+
+    @property
+    def when(self) -> str:
+        """Date and time: the greater the newer."""
+        return str(self.origin.get("date") or "")
 
     @property
     def told(self) -> str:
@@ -138,7 +145,8 @@ class Collection:
     def notices(self) -> list[str]:
         """What a reader must know before comparing: damage, unfinished runs, mixed versions, quick looks."""
         notes = [*self.told, *self.problems, *self.unfinished]
-        quick = [s for s in self.of("eval") if s.content.get("quick_look")]
+        scored = [s for s in self.of("eval") if "at inference" not in str(s.system)]  # changed, it is no other model
+        quick = [s for s in scored if s.content.get("quick_look")]
         if quick:
             kinds: dict[tuple, list[str]] = {}
             for s in quick:
@@ -161,7 +169,7 @@ class Collection:
         if changed:
             notes.append(f"Made from a working tree with changes that are not committed: {', '.join(changed)}.")
         asked: dict[tuple[str, str], set] = {}  # models of one size are compared
-        for s in self.of("eval"):
+        for s in scored:
             asked.setdefault((s.detail, s.system.size if s.system else ""), set()).add(s.content["samples"].get("hash"))
         for suite in dict.fromkeys(suite for (suite, _), hashes in asked.items() if len(hashes) > 1):
             notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")

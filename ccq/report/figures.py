@@ -14,7 +14,7 @@ import numpy as np
 
 from ccq.report.collect import Collection, Source, longest, text_of_gate
 from ccq.report.document import Figure, Panel
-from ccq.report.numbers import Results
+from ccq.report.numbers import Results, once
 from ccq.report.paper import Paper
 from ccq.report.systems import WITH_CONVOLUTION, System, scale_label
 
@@ -292,9 +292,17 @@ def by_length(results: Results, suite: str, titles: dict[str, str], axis: str) -
     for size, systems in by_size(results.systems(suite)).items():
         for task, title in titles.items():
             found = curves(results, suite, f"{task}/{{}}", systems)
+            if suite == "length" and quick_looks(results, systems):
+                same = curves(results, suite, f"{task}/same/{{}}", systems)
+                found = same if any(len(lengths) > 1 for _, lengths, _ in same) else found
             if found:
                 panels.append(Panel(f"{title}{size}", draw_curves(found, axis)))
     return panels
+
+
+def quick_looks(results: Results, systems: Sequence[System]) -> bool:
+    """Whether windows were left out of some model's sweep: it reads other text at each length."""
+    return any(run.content.get("quick_look") for system in systems for run in results.runs(system, "length"))
 
 
 def by_size(systems: Sequence[System]) -> dict[str, list[System]]:
@@ -309,10 +317,16 @@ def extrapolation(results: Results) -> Figure | None:
     panels = by_length(results, "length", CORPORA, "perplexity")
     if not panels:
         return None
+    how = "The sweep of the paper's Figures 3 and 4; their values are not printed."
+    if quick_looks(results, results.systems("length")):
+        how += (
+            " Of models that read only the first windows of each length, which is more text the longer they are: the "
+            "same 2,048 tokens at every length, the last of each of the longest windows, given what stands before them."
+        )
     return Figure(
         "extrapolation",
         "Perplexity past the training length",
-        f"Lower is better. The paper's Figures 3 and 4 show the same sweep; their values are not printed. {BAND}",
+        f"Lower is better. {how} {BAND}",
         panels,
         legend_of(results.systems("length")),
         alt="perplexity by length",
@@ -580,15 +594,14 @@ def draw_heads(point: dict) -> Callable[[Any], None]:
 
 
 def gates(found: Collection) -> Figure | None:
-    sources = [s for s in found.of("analysis", "gate") if "lam" in s.content]
+    sources = once(s for s in found.of("analysis", "gate") if "lam" in s.content)
     if not sources:
         return None
 
     rows: dict[tuple, list[Source]] = {}  # runs that differ in the seed alone
     for source in sources:
-        layers, text = tuple(source.content["layers"]), source.run.text if source.run else ""
         alone = source.path if source.seed is None else None  # two of one name need not be one model
-        rows.setdefault((source.subject, text, layers, alone), []).append(source)
+        rows.setdefault((source.subject, tuple(source.content["layers"]), alone), []).append(source)
 
     def panel(seeds: list[Source]) -> Panel:
         def draw(axes: Any) -> None:

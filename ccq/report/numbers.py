@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,6 +31,11 @@ def seed_interval(values: Sequence[float]) -> Interval | None:
     deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
     half = student(n - 1) * deviation / math.sqrt(n)
     return mean - half, mean + half
+
+
+def mean_bounds(intervals: Sequence[Interval]) -> Interval:
+    low, high = (sum(bounds) / len(intervals) for bounds in zip(*intervals, strict=True))
+    return low, high
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Estimate:
         known = [interval for interval in self.samples if interval is not None]
         if len(known) < len(self.values):
             return None
-        return sum(low for low, _ in known) / len(known), sum(high for _, high in known) / len(known)
+        return mean_bounds(known)
 
 
 def seed_differences(one: Estimate, two: Estimate) -> dict[int | None, float]:
@@ -124,7 +129,7 @@ def counted(sources: Sequence[Source]) -> list[Source]:
         mine = [source for source in sources if source.seed == seed]
         first = [source for source in mine if not is_repeat(source)]
         if first:  # several: most samples, then the newest
-            chosen = max(first, key=lambda s: ((s.content.get("samples") or {}).get("count") or 0, s.date))
+            chosen = max(first, key=lambda s: ((s.content.get("samples") or {}).get("count") or 0, s.when))
             mine = [source for source in mine if source not in first or weights_of(source) == weights_of(chosen)]
         kept += mine
     return kept
@@ -149,6 +154,13 @@ def is_repeat(source: Source) -> bool:
     names = [source.path.name, source.path.parent.name, (source.content.get("model") or {}).get("name", "")]
     names += [source.run.path.name] if source.run is not None else []
     return any(re.search(r"(?<![a-z])repeat\d*(?![a-z])", name) for name in names)
+
+
+def once(sources: Iterable[Source]) -> list[Source]:
+    """Without those of a run that was made again, where the first is there."""
+    sources = list(sources)
+    first = {(source.subject, source.seed) for source in sources if not is_repeat(source)}
+    return [source for source in sources if not is_repeat(source) or (source.subject, source.seed) not in first]
 
 
 POSSIBLE = {"perplexity": (1.0, math.inf)}  # by how samples make a score; else per cent
@@ -180,7 +192,11 @@ class Results:
         suite, _, pattern = where.partition(":")
         values, sources, samples, notes, possible = [], [], [], [], (0.0, 100.0)
         runs = [run for run in self.runs(system, suite) if scores_like(run.content["scores"], pattern)]
-        runs = [run for run in runs if not run.content.get("quick_look")] or runs  # a quick look, if no other
+        whole = [run for run in runs if not run.content.get("quick_look")] or runs  # a quick look, if no other
+        left = sorted({run.seed for run in runs if run.seed is not None} - {run.seed for run in whole})
+        if left:
+            notes.append(f"quick looks left out, of seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}")
+        runs = whole
         used = counted(runs)
         for source in used:
             names = scores_like(source.content["scores"], pattern)

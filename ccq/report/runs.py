@@ -63,6 +63,9 @@ def rates(tried: list[Source]) -> str:
     return f"{', '.join(f'{lr:g}: {value:.1f}' for lr, value in known)} after {', '.join(tokens)}"
 
 
+SHOWN = 12  # scores of a repeated run
+
+
 def repeats_table(results: Results) -> Table | None:
     """One row run several times with one seed: what differs is neither data nor seed."""
     blocks, spreads = [], []
@@ -95,8 +98,11 @@ def shared_values(sources: list[Source]) -> dict[str, list[float]]:
 
 def repeated(system: System, suite: str, seed: int, sources: list[Source], values: dict[str, list[float]]) -> Block:
     rows = []
-    for name, known in list(values.items())[:12]:
+    for name, known in list(values.items())[:SHOWN]:
         shown = Cell(", ".join(f"{x:.2f}" for x in known), kind="ours")
         rows.append(Row(Cell(name), [shown, Cell(f"{known[-1] - known[0]:.2g}", kind="ours")]))
+    if more := [known[-1] - known[0] for known in list(values.values())[SHOWN:]]:
+        most = Cell(f"at most {max(more):.2g}", kind="ours")
+        rows.append(Row(Cell(f"{len(more)} more"), [Cell("", kind="ours"), most]))
     title = f"{system.label}, {scale_label(system.size)}, seed {seed}, {len(sources)} runs: {suite} {marks(sources)}"
     return Block(title, rows)

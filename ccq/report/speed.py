@@ -89,7 +89,7 @@ def operator_table(found: Collection) -> Table | None:
     sources = found.of("bench", "op")
     if not sources:
         return None
-    source = max(sources, key=lambda s: s.date)
+    source = max(sources, key=lambda s: s.when)
     passes = ("forward", "forward and backward")
     rows = []
     for batch, length in dict.fromkeys((r["B"], r["T"]) for r in source.content["rows"]):
@@ -120,7 +120,7 @@ def decode_operator_table(found: Collection) -> Table | None:
     sources = found.of("bench", "decode-op")
     if not sources:
         return None
-    source = max(sources, key=lambda s: s.date)
+    source = max(sources, key=lambda s: s.when)
     measured = {(r["backbone"], r["variant"], r["B"]): r for r in source.content["rows"]}
     batches = sorted({r["B"] for r in source.content["rows"]})
     copy = source.content["ceilings"]["byte_per_s"]
@@ -153,7 +153,7 @@ def decode_operator_table(found: Collection) -> Table | None:
 
 def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
     """The newest row that has these values."""
-    for source in sorted(sources, key=lambda s: s.date, reverse=True):
+    for source in sorted(sources, key=lambda s: s.when, reverse=True):
         for row in source.content["rows"]:
             if all(row.get(key) == value for key, value in wanted.items()):
                 return row, source
@@ -244,7 +244,7 @@ def lengths_table(found: Collection) -> Table | None:
     sources = found.of("bench", "train")
     if not sources:
         return None
-    source = max(sources, key=lambda s: s.date)
+    source = max(sources, key=lambda s: s.when)
     measured = {(r["system"].replace("_", "-"), r["size"], r["length"]): r for r in source.content["rows"]}
     lengths = sorted({length for _, _, length in measured})
     rows = []
@@ -277,7 +277,7 @@ def evaluation_table(found: Collection) -> Table | None:
     sources = found.of("bench", "eval")
     if not sources:
         return None
-    source = max(sources, key=lambda s: s.date)
+    source = max(sources, key=lambda s: s.when)
     rows, notes = [], []
     for row in source.content["rows"]:
         cells = [

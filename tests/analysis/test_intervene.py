@@ -10,6 +10,8 @@ import torch
 
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import Intervention, cleaners, intervene, main
+from ccq.evaluate import Options, evaluate
+from ccq.evaluate.errors import EvaluationError
 from ccq.model import CCQConfig, CCQForCausalLM
 
 SYSTEMS = ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2"]
@@ -138,6 +140,29 @@ def test_a_suite_is_evaluated_under_each_intervention(tmp_path, capsys):
     assert len({json.dumps(x) for x in answers.values()}) > 3
     shown = capsys.readouterr().out
     assert "scale-0.5-layers-1" in shown
+
+
+def test_answers_of_a_changed_model_are_not_taken_for_its_own(tmp_path):
+    """Its weights are the same: what was finished, or half asked, without the change is neither returned nor mixed."""
+    model = make(vocab_size=8192)
+
+    def ask(out, **more):
+        return evaluate(model, None, "mqar", Options(out=tmp_path / out, lengths=(64,), limit=6, **more))
+
+    plain = ask("a")
+    with (
+        intervene(model, Intervention("fixed", 1.0)),
+        pytest.raises(EvaluationError, match="lam was None, now it is fix"),
+    ):
+        ask("a")
+    with intervene(model, Intervention("fixed", 1.0), layers=[1]):
+        ask("b")
+        with pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is fixed-1 in 0, 1"):  # noqa: SIM117
+            with intervene(model, Intervention("fixed", 1.0)):
+                ask("b")
+    with pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is None"):
+        ask("b")
+    assert ask("a")["scores"] == json.loads(json.dumps(plain["scores"]))
 
 
 def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """The engine against the plainest way to get the same: one request at a time, all logits, no cache."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -271,6 +273,24 @@ def test_stop_tokens_end_it_but_not_before_the_least(llama):
     one = answers(Engine(llama), requests_of("generate", count=3, max_new=8, stop=(first,), min_new=1))
     assert len(one["0"]["tokens"]) >= 1
     assert one["0"]["tokens"][0] != first
+
+
+def test_what_a_model_says_by_itself_does_not_depend_on_its_generation_config(llama):
+    """... nor is that config changed: penalties and tokens that it must not say are its authors' taste."""
+    asked = requests_of("generate", count=3, max_new=8)
+    plain = answers(Engine(llama), asked)
+    own = llama.generation_config
+    try:
+        llama.generation_config = copy.deepcopy(own)
+        llama.generation_config.update(
+            repetition_penalty=3.0, suppress_tokens=[plain["0"]["tokens"][0]], eos_token_id=plain["1"]["tokens"][0]
+        )
+        mine = llama.generation_config
+        again = answers(Engine(llama), asked)
+        assert llama.generation_config is mine
+    finally:
+        llama.generation_config = own
+    assert {n: row["tokens"] for n, row in again.items()} == {n: row["tokens"] for n, row in plain.items()}
 
 
 def test_argmax_at_positions(model):

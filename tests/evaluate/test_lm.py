@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import shutil
 import sys
 import types
 
@@ -120,6 +121,24 @@ def test_wikitext_at_two_lengths_side_by_side(llama, tokenizer, data, tmp_path):
     assert {request.length for request in requests} >= {65, 129}
 
 
+def test_other_labels_and_other_lengths_are_not_finished_already(llama, tokenizer, data, tmp_path):
+    """Where the questions are the same and only what they are scored with is not."""
+    mine = tmp_path / "data"
+    shutil.copytree(data, mine)
+    options = options_of(tmp_path / "out", mine, tasks=("piqa", "wikitext"), max_lengths=(4096,))
+    first = evaluate(llama, tokenizer, "lm", options)["scores"]
+    rows = [json.loads(line) for line in (mine / "piqa_val.jsonl").read_text().splitlines()]
+    (mine / "piqa_val.jsonl").write_text("".join(json.dumps(row | {"label": 1 - row["label"]}) + "\n" for row in rows))
+    options.stage = "metrics"
+    with pytest.raises(EvaluationError, match="made from other data"):
+        evaluate(None, tokenizer, "lm", options)
+    options.stage = "all"
+    second = evaluate(llama, tokenizer, "lm", options)["scores"]
+    assert second["piqa"]["value"] == pytest.approx(100 - first["piqa"]["value"])
+    options.max_lengths = (8192,)
+    assert "wikitext/8192/word_perplexity" in evaluate(llama, tokenizer, "lm", options)["scores"]
+
+
 def test_three_stages_equal_one_call_and_scoring_needs_only_torch_and_transformers(
     llama, tokenizer, data, tmp_path, monkeypatch
 ):
@@ -160,7 +179,7 @@ def test_answers_to_other_questions_are_refused(llama, tokenizer, data, tmp_path
     row = {"goal": "the old river", "sol1": "never sings", "sol2": "always opens", "label": 0}
     (changed / "piqa_val.jsonl").write_text(json.dumps(row) + "\n")
     options.tasks, options.data = None, changed
-    with pytest.raises(EvaluationError, match="does not have all that the harness asks: other data"):
+    with pytest.raises(EvaluationError, match="made from other data than the harness has now"):
         evaluate(None, tokenizer, "lm", options)
 
 

@@ -89,6 +89,13 @@ def test_a_quick_look_counts_only_where_there_is_no_other(tmp_path):
     assert results.estimate(system, f"niah:{GROUP}").value == 80
     evaluation(tmp_path / "b", "niah", {GROUP: (20.0, "mean")}, "gla-nano")
     assert Results(collect([tmp_path])).estimate(system, f"niah:{GROUP}").value == 20
+    for seed in (0, 1):
+        name = f"ccq-gla-nano-seed{seed}"
+        evaluation(tmp_path / name, "niah", {GROUP: (80.0, "mean")}, name, quick_look=bool(seed))
+    results = Results(collect([tmp_path]))
+    estimate = results.estimate(results.systems()[-1], f"niah:{GROUP}")
+    assert list(estimate.by_seed) == [0]
+    assert "quick looks left out, of seed 1" in estimate.notes
 
 
 def test_lower_is_better_for_perplexity(tmp_path):
@@ -339,6 +346,42 @@ def test_copies_of_a_gate_analysis_are_one_seed(tmp_path):
     assert "on our filler and the text book.txt (3 seeds)" in told.ours
 
 
+def test_a_run_made_again_is_no_further_weight_and_no_further_model(tmp_path):
+    """What a claim shows is a mean over seeds, and an alignment is one model's."""
+    gate(tmp_path / "seed0" / "gate.json", 0, [0.4, 0.4])
+    gate(tmp_path / "seed0-repeat" / "gate.json", 0, [0.8, 0.8])
+    gate(tmp_path / "seed1" / "gate.json", 1, [0.2, 0.2])
+    assert "0.400 against 0.200" in judged(tmp_path)[GATE].ours  # (0.6 + 0.2) / 2
+    for name in ("gla-unit-nano-seed0", "gla-unit-nano-seed0-repeat"):
+        alignment(tmp_path / name / "alignment.json", name)
+    assert judged(tmp_path)["Needle keys lie off the top 16 directions at every layer"].ours.count("Unit-norm GLA") == 1
+
+
+def test_a_model_with_few_seeds_does_not_keep_others_from_a_verdict(tmp_path):
+    for seed in range(3):
+        gate(tmp_path / f"seed{seed}" / "gate.json", seed, [0.4, 0.4 + 0.01 * seed])
+    content = json.loads((tmp_path / "seed0" / "gate.json").read_text()) | {"model": {"name": "ccq-gla-pico-seed0"}}
+    (tmp_path / "pico.json").write_text(json.dumps(content))
+    told = judged(tmp_path)[GATE]
+    assert told.verdict == claims.HOLDS
+    assert "1 with fewer than 3 seeds not counted" in told.detail
+
+
+def test_the_interval_over_samples_is_that_of_all_runs_of_a_seed(tmp_path):
+    needles(tmp_path, {"ccq-gla": [50.0], "gla": [30.0]})
+    folder = tmp_path / "ccq-gla-nano-seed0-repeat"
+    evaluation(folder, "niah", {GROUP: (30.0, "mean")}, folder.name, model={"name": folder.name, "hash": "other"})
+    rows = {run: [json.loads(line) for line in (tmp_path / run / "niah.jsonl").read_text().splitlines()]
+            for run in ("gla-nano-seed0", "ccq-gla-nano-seed0", folder.name)}  # fmt: skip
+    control, *runs = rows.values()
+    bounds = [paired(control, run, "mean")["interval"] for run in runs]
+    low, high = ((one + two) / 2 for one, two in zip(*bounds, strict=True))
+    assert (
+        f"+10.00 at nano, 1 seed, so no interval over seeds, {claims.interval((low, high))}"
+        in judged(tmp_path)[PASSKEY].ours
+    )
+
+
 SWITCHED = "Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"
 
 
@@ -359,6 +402,19 @@ def test_switching_off_is_judged_over_seeds_at_the_papers_lengths(tmp_path, none
         content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
         (tmp_path / f"{seed}.json").write_text(json.dumps({**content, "provenance": origin()}))
     assert judged(tmp_path)[SWITCHED].verdict == verdict
+
+
+def test_a_seed_that_finds_nothing_misses_nothing(tmp_path):
+    """Three seeds, of which one finds a needle at the greatest length: that is three, each with what it misses."""
+    for seed in range(3):
+        scores = {"niah_single_1/4096": 90.0, "niah_single_1/102400": 1.0 if seed == 0 else 0.0}
+        rows = [{"intervention": name, "suites": {"niah": scores}} for name in ("none", "off")]
+        content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
+        (tmp_path / f"{seed}.json").write_text(json.dumps({**content, "provenance": origin()}))
+    told = judged(tmp_path)[SWITCHED]
+    assert told.verdict == claims.HOLDS
+    assert "seed 0: at most 0.0 over 2 lengths" in told.ours
+    assert "seed 1: at most 0.0 over 1 length " in told.ours
 
 
 def test_numbers_and_uuids_are_judged_apart_from_the_pass_key(tmp_path):

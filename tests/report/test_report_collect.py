@@ -235,3 +235,32 @@ def test_json_that_cannot_be_read_or_sorted_is_named(tmp_path):
     assert [source.name for source in found.sources] == ["good/niah.json"]
     for name in ("deep.json", "suite.json", "hash.json"):
         assert sum(name in problem for problem in found.problems) == 1
+
+
+def test_a_model_that_was_changed_at_inference_is_no_other_model(tmp_path):
+    """It is asked other lengths, in a folder of its run, and its files say which run's they are."""
+    run = tmp_path / "ccq_gla_pico_seed0"
+    text_run(run, "ccq_gla_pico", 0, 30.0)
+    quick = {"quick_look": True, "limit": 2}
+    evaluation(run / "eval", "niah", {"niah_single_1/1024": (50.0, "mean")}, "model", **quick)
+    for task in ("passkey", "others"):
+        for name in ("none", "off"):
+            evaluation(run / "intervene" / task / name, "niah", {"niah_single_1/4096": (50.0, "mean")},
+                       f"model, lam {name}", samples={"hash": task, "count": 4, "requests": 4}, **quick)  # fmt: skip
+    found = collect([tmp_path])
+    assert not any("the same samples" in note for note in found.notices())
+    assert "Quick looks, not whole suites: ccq_gla_pico_seed0/eval/niah.json (first 2)." in found.notices()
+    names = [source.name for source in found.of("eval")]
+    assert names == [
+        f"ccq_gla_pico_seed0/{place}/niah.json" for place in ("eval", "intervene/others/off", "intervene/passkey/off")
+    ]
+
+
+def test_the_newest_of_one_day_is_the_later(tmp_path):
+    from ccq.report.speed import find
+
+    for number, hour in enumerate(("08", "20")):
+        content = json.loads((BENCHMARKS / "decode_h200.json").read_text())
+        (tmp_path / f"{number}.json").write_text(json.dumps(content | {"date": f"2026-11-14T{hour}:00:00+00:00"}))
+    _, source = find(collect([tmp_path]).of("bench", "decode"), size="1.3b")
+    assert source.path.name == "1.json"

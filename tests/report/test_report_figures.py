@@ -52,3 +52,19 @@ def test_the_papers_other_systems_are_missed_at_nano_and_not_below(two_sizes):
               for title, block in blocks.items() if title.startswith("Here")}  # fmt: skip
     assert missed["Here, pico"] == []
     assert {"Gated DeltaNet", "Mamba2"} < set(missed["Here, nano"])
+
+
+def test_a_quick_look_at_lengths_is_drawn_on_the_same_text(tmp_path):
+    """The first windows of each length are more text the longer they are: what falls there may be due to the text."""
+    groups = {f"pg19{view}/{n}": (30.0 + 9 * bool(view), "perplexity") for view in ("", "/same") for n in (4096, 8192)}
+    for quick in (False, True):
+        for system in ("gla", "ccq-gla"):
+            name = f"{system}-nano-seed0"
+            evaluation(tmp_path / name, "length", groups, name, quick_look=quick, limit=2 if quick else None)
+        results = Results(collect([tmp_path]))
+        figure = figures.extrapolation(results)
+        axes = Canvas().subplots()
+        figure.panels[0].draw(axes)
+        expected = [results.estimate(s, f"length:pg19{'/same' if quick else ''}/4096").value for s in results.systems()]
+        assert [line.get_ydata()[0] for line in axes.get_lines()] == expected
+        assert ("the same 2,048 tokens at every length" in figure.caption) == quick
