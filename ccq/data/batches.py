@@ -6,8 +6,9 @@ B  windows a rank     L  tokens a window     N  sequences packed into one row
 from __future__ import annotations
 
 import contextlib
+import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -83,9 +84,9 @@ class Steps(IterableDataset):
 
 
 def loader(
-    steps: Steps, workers: int = 0, prefetch: int = 4, pin_memory: bool = False
+    steps: Steps, workers: int = 0, prefetch: int = 4, pin_memory: bool = False, begin: Callable | None = None
 ) -> StatefulDataLoader | DataLoader:
-    """Iterate over `steps`, made ahead of time in `workers` (0 or 1) processes.
+    """Iterate over `steps`, made ahead of time in `workers` (0 or 1) processes, which call `begin` first.
 
     To resume, build it on `Steps(..., step=n)`; its `state_dict` says the same in torchdata's words. Without torchdata
     it is torch's own loader: the same batches, and no `state_dict`.
@@ -106,4 +107,21 @@ def loader(
             prefetch_factor=prefetch if workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # or it would draw from the global generator, and a resumed run would differ
+            worker_init_fn=begin,
         )
+
+
+@contextlib.contextmanager
+def iterating(steps: Steps, workers: int = 0, pin_memory: bool = False) -> Iterator[Iterator[list[Batch]]]:
+    """Iterate over a `loader` whose worker no signal ends but the block's end: one that is sent to all processes of a
+    run (by `timeout`, torchrun, a scheduler) is for the one that trains, and it saves first."""
+    batches = iter(loader(steps, workers, pin_memory=pin_memory, begin=ignore_signals))
+    try:
+        yield batches
+    finally:  # now: an exception may hold the last reference until Python waits for a process that hears nothing
+        getattr(batches, "_shutdown_workers", lambda: None)()
+
+
+def ignore_signals(worker: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -84,7 +84,7 @@ def size(text: str) -> int:
     factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:].upper(), 1)
     try:
         return round(float(text[:-1] if factor > 1 else text) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"expected a number as 5000, 64M or 2G, got {text!r}") from None
 
 

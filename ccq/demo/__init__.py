@@ -61,7 +61,7 @@ class Step:
     folder: str
     title: str
     seconds: int  # about, on two cores
-    make: Callable[[bool], None]  # told whether what lies there is of other settings
+    make: Callable[[], None]
     decides: dict[str, Any]
     leaves: tuple[str, ...]
 
@@ -112,7 +112,7 @@ def plan(settings: Settings) -> list[Step]:
             "regimes",
             "A needle among distractors: one read, constructed",
             5,
-            lambda again: three_regimes(out / "regimes", seed),
+            lambda: three_regimes(out / "regimes", seed),
             {"seed": seed},
             ("scores.json", "scores.png", "scores.svg"),
         )
@@ -124,7 +124,7 @@ def plan(settings: Settings) -> list[Step]:
                 f"{system}_tiny",
                 f"{SYSTEMS[system]} learns recall: {settings.steps} steps, then a test",
                 15,
-                lambda again, system=system: recall(settings, system, device, again),  # type: ignore[misc]
+                lambda system=system: recall(settings, system, device),  # type: ignore[misc]
                 decides,
                 ("config.json", "log.jsonl", "eval/mqar.json"),
             )
@@ -143,7 +143,7 @@ def plan(settings: Settings) -> list[Step]:
                 name,
                 f"{name}, trained on text: needles, and perplexity by length",
                 30,
-                lambda again, name=name: try_model(settings, name, device, again),  # type: ignore[misc]
+                lambda name=name: try_model(settings, name, device),  # type: ignore[misc]
                 decides,
                 ("niah.json", "length.json"),
             )
@@ -154,7 +154,7 @@ def plan(settings: Settings) -> list[Step]:
                 "alignment",
                 "ccq-gla-pico: do needle keys lie off the directions of most variance?",
                 8,
-                lambda again: alignment(settings, device),
+                lambda: alignment(settings, device),
                 {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
                 ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
             )
@@ -191,15 +191,13 @@ def recall_config(settings: Settings, system: str, device: str) -> Any:
     return config
 
 
-def recall(settings: Settings, system: str, device: str, again: bool) -> None:
+def recall(settings: Settings, system: str, device: str) -> None:
     """Train in OUT/<system>_tiny, and ask the model for keys in eval/ there."""
     from ccq.evaluate import Options, evaluate
     from ccq.train.export import load_weights
     from ccq.train.loop import train
 
     run = settings.out / f"{system}_tiny"
-    if again:
-        shutil.rmtree(run, ignore_errors=True)
     config = recall_config(settings, system, device)
     with one_thread(device):
         code = train(config, run)
@@ -216,7 +214,7 @@ def recall(settings: Settings, system: str, device: str, again: bool) -> None:
             evaluate(model.to(device), None, "mqar", options, run.name)
 
 
-def try_model(settings: Settings, name: str, device: str, again: bool) -> None:
+def try_model(settings: Settings, name: str, device: str) -> None:
     """A shipped model on needles and on the book, in OUT/<name>."""
     import ccq
     from ccq import shipped
@@ -232,12 +230,9 @@ def try_model(settings: Settings, name: str, device: str, again: bool) -> None:
             limit=settings.needle_samples,
             answer_tokens=settings.answer_tokens,
             keys="odd",
-            again=again,
         )
         evaluate(model, tokenizer, "niah", needles, name)
-        lengths = Options(
-            out=settings.out / name, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens, again=again
-        )
+        lengths = Options(out=settings.out / name, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
         evaluate(model, tokenizer, "length", lengths, name)
 
 
@@ -339,9 +334,10 @@ def run(settings: Settings, fresh: bool = False) -> int:
                 markup=False,
                 soft_wrap=True,
             )
-            again = record.differs(step)
+            if record.differs(step):
+                remove(settings.out / step.folder)  # before the record says that what lies there is this step's
             record.note(step, finished=False)
-            step.make(again)
+            step.make()
             record.note(step, finished=True)
             if got:
                 raise KeyboardInterrupt

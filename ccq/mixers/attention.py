@@ -161,7 +161,10 @@ def turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch.
     key = (room, size, theta, stats_dtype(dtype), device)
     if key not in _TURNS:
         with torch.inference_mode(False):  # it outlives the call that happens to make it
-            _TURNS[key] = _turns(*key)
+            table = _turns(*key)
+        if type(table[0]) is not Tensor:  # without numbers: a call that only traces or counts
+            return table
+        _TURNS[key] = table
     return _TURNS[key]
 
 

@@ -5,7 +5,6 @@ B batch, N sequences (B of them, or packed ones), T tokens, D hidden size, V voc
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -228,8 +227,8 @@ class CCQModel(CCQPreTrainedModel):
             raise ValueError(f"{name}: expected a token at least, got shape {tuple(given.shape)}: the prompt is empty")
         if ids is None:
             return given
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise TypeError(f"input_ids: expected integers, got {ids.dtype}")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"input_ids: expected integers of 32 or 64 bits, got {ids.dtype}")
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU, looking would wait for it
             wrong = ((ids < 0) | (ids >= self.config.vocab_size)).nonzero()
             if len(wrong):
@@ -249,15 +248,19 @@ class CCQModel(CCQPreTrainedModel):
         cache.check_kinds(self.state_kinds)
         return cache
 
-    @functools.cached_property
+    @property
     def state_kinds(self) -> list[set[str] | None]:
         """What each layer keeps of a sequence, by name; None where a mixer begins a state in `forward` alone."""
-        kinds: list[set[str] | None] = []
-        for layer in self.blocks():
-            try:
-                kinds.append(set(layer.mixer.new_state(0, "meta", torch.float32)))
-            except NotImplementedError:
-                kinds.append(None)
+        mixers = [layer.mixer for layer in self.blocks()]
+        known, kinds = self.__dict__.get("_state_kinds", ([], []))  # asked at every step of decoding
+        if len(known) != len(mixers) or any(one is not two for one, two in zip(known, mixers, strict=True)):
+            kinds = []
+            for mixer in mixers:
+                try:
+                    kinds.append(set(mixer.new_state(0, "meta", torch.float32)))
+                except NotImplementedError:
+                    kinds.append(None)
+            self.__dict__["_state_kinds"] = mixers, kinds
         return kinds
 
     def output(

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -117,8 +117,20 @@ def copy_into(buffer: Tensor, state: Tensor) -> None:
 
 
 def identity(model: CCQForCausalLM, batch: int) -> tuple:
-    """What must not change between capture and replay: the batch and the memory of the weights."""
-    return batch, model.dtype, tuple(parameter.data_ptr() for parameter in model.parameters())
+    """What must not change between capture and replay: the batch, the memory of the weights, and what others' modules
+    (adapters) are set to: which of them is on, a graph would not ask."""
+    others = [m for m in model.modules() if type(m).__module__.partition(".")[0] not in ("ccq", "torch")]
+    set_to = [(type(module).__qualname__, plain(module.__dict__)) for module in others]
+    return batch, model.dtype, tuple(parameter.data_ptr() for parameter in model.parameters()), repr(set_to)
+
+
+def plain(thing: Any) -> Any:
+    """Of a module's attributes those that are numbers, texts, and lists and dicts of them."""
+    if isinstance(thing, dict):
+        return {str(key): plain(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple | set):
+        return [plain(value) for value in thing]
+    return thing if isinstance(thing, bool | int | float | str | None) else ...
 
 
 def refusal(model: CCQForCausalLM) -> str | None:

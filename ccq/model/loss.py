@@ -35,6 +35,8 @@ def linear_cross_entropy(
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))  # what a Linear would do
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()  # or their gradients would be computed, and thrown away
     scored = targets != IGNORE
     if kind == "cpu" and not torch.compiler.is_compiling():  # no waiting for a device: look at scored tokens only
         hidden, targets = hidden[scored], targets[scored]

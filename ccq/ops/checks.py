@@ -35,6 +35,8 @@ def check_call(
 ) -> None:
     """Raise unless the arguments fit together. `tokens`: q is [B, T, Hq, K], not the [B, Hq, K] of one step."""
     axes = "B, T, Hq, K" if tokens else "B, Hq, K"
+    if isinstance(lam, tuple) and not tokens:
+        raise TypeError("lam: expected a tensor [B, Hq] for one token, got a tuple; ccq.ops.gate makes it of a Gate")
     if isinstance(lam, tuple) and len(lam) != 2:
         raise TypeError(f"lam: expected a tensor, or a Gate of weight and bias, got a tuple of {len(lam)}")
     for name, x in (("q", q), ("k", k), ("lam", q if isinstance(lam, tuple) else lam)):

@@ -208,7 +208,12 @@ def forward(
         y = from_grouped_chunks(y, keys, q.shape[0])
         out = y if output_correction else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q.shape[0]).squeeze(-1)
-        return out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum)
+
+
+def contiguous(*outputs: Tensor) -> tuple[Tensor, ...]:
+    """Whatever the layout of what came: so compilers are told."""
+    return tuple(x.contiguous() for x in outputs)
 
 
 def join(outputs: list[list[Tensor]]) -> list[Tensor]:
@@ -286,6 +291,7 @@ def backward(
             dk += sum_after[:, :, None] + pull.flip(2).cumsum(2).flip(2)
         else:
             dk += d_key_sum[plan.owner][:, :, None]
+            d_key_sum = d_key_sum.clone()  # an operator must not return its input
         dk = from_chunks(dk, plan, batch)
         if dk_bar is not None:
             dk += dk_bar.to(high)
@@ -294,7 +300,7 @@ def backward(
             dq = unit_backward(dq, q_read, q_rnorm)
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
-        return dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum
+        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum)
 
 
 def of(x: Tensor, piece: slice) -> Tensor:

@@ -115,12 +115,16 @@ def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any
 
     import ccq.model  # noqa: F401 -- registers our models
 
+    what = "tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
+        what = "model"
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32)
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:
         line = (str(error).strip() or "?").splitlines()[0]
-        raise ModelError(f"{name} could not be loaded: {line} These ship: {', '.join(names()) or 'none'}.") from error
+        raise ModelError(
+            f"the {what} of {name} could not be loaded: {line} These ship: {', '.join(names()) or 'none'}."
+        ) from error
     return model.to(device).eval(), tokenizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,9 +147,14 @@ class Config:
             ("system.validate_every", self.system.validate_every, 1),
             ("system.validate_windows", self.system.validate_windows, 1),
             ("system.patience", self.system.patience, 1),
+            ("system.sample_every", self.system.sample_every, 0),
         ):
-            if value < least:
+            if not least <= value < math.inf:  # nor a NaN
                 raise RunError(f"{name}: expected at least {least}, got {value}")
+        for name, slices in (("data.slices", self.data.slices), ("data.valid_slices", self.data.valid_slices)):
+            for length, pairs, samples in slices or ():
+                if min(length, pairs, samples) < 1:
+                    raise RunError(f"{name}: expected length, pairs and samples from 1, got {length} {pairs} {samples}")
         if not self.optimizer.eps > 0:
             raise RunError(f"optimizer.eps: expected more than 0, got {self.optimizer.eps}")
         if self.optimizer.clip is not None and not self.optimizer.clip > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -58,7 +59,8 @@ class Log:
     def close(self) -> None:
         for part, end in ((self.bar, "stop"), (self.file, "close"), (self.board, "close")):
             if part is not None:
-                getattr(part, end)()
+                with contextlib.suppress(OSError):  # a full disk is told with the last good checkpoint, not from here
+                    getattr(part, end)()
         self.bar = self.file = self.board = None
 
     def record(self, step: int, seconds_left: float | None = None, **values: Any) -> None:

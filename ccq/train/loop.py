@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ccq.data import DataError
-from ccq.data.batches import IGNORE, Batch, Steps, loader
+from ccq.data.batches import IGNORE, Batch, Steps, iterating
 from ccq.data.counter import key_of
 from ccq.train import RunError, folder
 from ccq.train.checkpoint import Checkpoints, folder_of, newest
@@ -195,8 +195,7 @@ class Run:
         self.log.say(f"resumed at step {start}" if start else self.headline())
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
         pinned = self.world.device.type == "cuda"
-        batches = iter(loader(steps, config.system.workers, pin_memory=pinned))
-        with stop_signals() as stop:
+        with iterating(steps, config.system.workers, pinned) as batches, stop_signals() as stop:
             while trainer.progress["step"] < config.steps:
                 self.one_step(batches)
                 step = trainer.progress["step"]

@@ -64,7 +64,8 @@ class Spec:
     def name(self) -> str:
         changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
         where = f"-{changed}" * bool(changed)
-        return f"{self.row}-{self.size}-lr{self.lr:.2e}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
+        rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
+        return f"{self.row}-{self.size}-lr{rate}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
 
     @staticmethod
     def row_of(name: str) -> str:
@@ -389,16 +390,22 @@ def chosen_rates(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {row: max(rates, key=lambda lr: (np.mean(rates[lr]), -lr)) for row, rates in found.items()}
 
 
-def read_chosen(path: Path, rows: Sequence[str]) -> dict[str, float]:
-    """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there."""
+def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dict[str, float]:
+    """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
     try:
         content = json.loads(path.read_text())
         unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
         chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
+        theirs = content.get("size", size)
     except FileNotFoundError:
         raise RunError(f"{path} is missing: `--tier rows` writes it, and the rates are chosen there") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged ({error!r}): expected what `ccq sweep --tier rows` writes") from None
+    if size not in (None, theirs):
+        raise RunError(
+            f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}`, or say with "
+            f"--rates-from {path} that they are to be taken"
+        )
     for row in rows:
         if row not in chosen or row in unfinished:
             raise RunError(f"{path} lacks runs of {row} to choose its rate among: finish `--tier rows` first")
@@ -527,7 +534,11 @@ def sweep(options: argparse.Namespace) -> int:
     options.seeds = tuple(options.seeds or TIERS[tier][1])
     options.changes = tuple(change(text) for text in options.set)
     with folder.locked(out):
-        chosen = read_chosen(options.rates_from or out / "mqar_rows.json", options.rows) if tier == "seeds" else {}
+        chosen = {}
+        if tier == "seeds" and options.rates_from:
+            chosen = read_chosen(options.rates_from, options.rows)
+        elif tier == "seeds":
+            chosen = read_chosen(out / "mqar_rows.json", options.rows, options.size)
         groups = groups_of(tier, options, chosen)
         for group in groups:
             group[0].config()  # refuse now what no run can have

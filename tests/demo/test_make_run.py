@@ -260,3 +260,19 @@ def test_an_interruption_that_a_library_swallows_stops_it_after_the_step(tmp_pat
         demo.run(small(tmp_path / "laptop", systems=("gla",)))
     assert not (tmp_path / "laptop/gla_tiny").exists()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_stopped_before_a_step_of_other_settings_begins_it_goes_on(first, ships, empty_page, tmp_path, monkeypatch):
+    """Whatever the moment: what lies there of other settings is gone before the record says that it is this step's."""
+    out = tmp_path / "laptop"
+    shutil.copytree(first[0], out)
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "recall", interrupt)
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
+            demo.run(small(out, steps=5, systems=("gla",)))
+    told(small(out, steps=5, systems=("gla",)))
+    assert json.loads((out / "gla_tiny/config.json").read_text())["steps"] == 5
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

@@ -80,8 +80,20 @@ def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
         raise OSError(f"{name} is not a local folder\nand so on")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", missing)
-    with pytest.raises(shipped.ModelError, match=r"nothing-like-it could not be loaded: .* These ship: ccq-gla-pico, "):
+    with pytest.raises(
+        shipped.ModelError, match=r"tokenizer of nothing-like-it could not be loaded: .* These ship: cc"
+    ):
         ccq.load("nothing-like-it")
+
+
+def test_a_folder_that_holds_no_model_is_named(trio, tmp_path):
+    with pytest.raises(shipped.ModelError, match=f"the tokenizer of {tmp_path} could not be loaded"):
+        ccq.load(str(tmp_path))
+    folder = tmp_path / "model"
+    shutil.copytree(trio / "ccq-gla-pico", folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "unknown"}))
+    with pytest.raises(shipped.ModelError, match=r"the (model|tokenizer) of .* could not be loaded"):
+        ccq.load(str(folder))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])

@@ -200,3 +200,16 @@ def test_packed_on_a_gpu_equals_the_cpu(dtype):
     assert module.flash_takes(leaf.unflatten(-1, (4, 8))) == (dtype == torch.bfloat16)
     y.square().sum().backward()
     assert leaf.grad.isfinite().all()
+
+
+def test_a_run_without_numbers_leaves_no_table(monkeypatch):
+    """Tables are shared by all layers of a process; one without numbers would make every later model one."""
+    from torch._subclasses import FakeTensorMode
+
+    monkeypatch.setattr(module, "_TURNS", {})
+    with FakeTensorMode():
+        cos, _ = module.turns(8, 4, 1e4, torch.float32, torch.device("cpu"))
+        assert type(cos) is not torch.Tensor
+    cos, _ = module.turns(8, 4, 1e4, torch.float32, torch.device("cpu"))
+    assert type(cos) is torch.Tensor
+    assert module.turns(8, 4, 1e4, torch.float32, torch.device("cpu"))[0] is cos

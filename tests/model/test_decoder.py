@@ -323,6 +323,7 @@ def test_bad_calls_are_named(system):
         ({"input_ids": ids[:, :0]}, ValueError, "the prompt is empty"),
         ({"input_ids": ids[0]}, ValueError, "expected shape \\[B, T\\]"),
         ({"input_ids": ids.float()}, TypeError, "expected integers"),
+        ({"input_ids": ids.to(torch.uint8)}, TypeError, "expected integers of 32 or 64 bits, got torch.uint8"),
         ({}, ValueError, "expected one of them, got none"),
         ({"input_ids": ids, "inputs_embeds": ids}, ValueError, "got both"),
         (

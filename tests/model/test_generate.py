@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_helpers import CLOSE, SYSTEMS, make_model, shared_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ccq import cli
@@ -208,6 +209,43 @@ def test_nothing_stays_in_a_graph(cpu_graphs):
     for x in torch.utils._pytree.tree_leaves(model.__dict__["_graph"].states):
         x.fill_(float("nan") if x.is_floating_point() else 3)
     assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), ref)
+
+
+class Adapter(nn.Module):
+    """As others put them where a Linear was: on or off by a flag that no weight says."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False)
+        self.on, self.active, self.scaling = True, ["first"], {"first": 2.0}
+
+    def forward(self, x):
+        return self.base(x) + self.scaling["first"] * self.more(x) if self.on else self.base(x)
+
+
+@pytest.mark.parametrize("change", [{"on": False}, {"active": ["second"]}, {"scaling": {"first": 3.0}}], ids=str)
+def test_a_graph_is_not_replayed_with_an_adapter_set_otherwise(cpu_graphs, change):
+    model = make_model("ccq-gla")
+    mlp = next(module for module in model.modules() if hasattr(module, "down_proj"))
+    mlp.down_proj = Adapter(mlp.down_proj).to(model.dtype)
+    ids = torch.tensor([[1, 2, 3]])
+    model.generate(ids, max_new_tokens=4)
+    first = model.__dict__["_graph"]
+    model.generate(ids, max_new_tokens=4)
+    assert model.__dict__["_graph"] is first
+    for name, value in change.items():
+        setattr(mlp.down_proj, name, value)
+    model.generate(ids, max_new_tokens=4)
+    assert model.__dict__["_graph"] is not first
+
+
+def test_a_layer_taken_out_after_generating_is_out(cpu_graphs):
+    model = make_model("ccq-gla")
+    ids = torch.tensor([[1, 2, 3]])
+    model.generate(ids, max_new_tokens=4)
+    del model.model.layers[1]
+    assert model.generate(ids, max_new_tokens=4).shape == (1, 7)
+    assert len(model.model.state_kinds) == 1
 
 
 def test_graph_follows_the_weights(cpu_graphs):

@@ -86,3 +86,17 @@ def test_a_second_derivative_is_refused():
     total, _ = linear_cross_entropy(hidden, weight, targets)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(total, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_a_gradient_none_is_computed(mode, monkeypatch):
+    """Of a head of 32,000 tokens it would be the largest tensor of an evaluation."""
+    hidden, weight, targets = case()
+    wanted = []
+    original = module.cross_entropy
+    monkeypatch.setattr(module, "cross_entropy", lambda *a: wanted.append(a[2]) or original(*a))
+    expected, _ = linear_cross_entropy(hidden, weight, targets)
+    with mode():
+        total, _ = linear_cross_entropy(hidden, weight, targets)
+    assert total == expected
+    assert wanted == [True, False]

@@ -9,7 +9,7 @@ import torch
 from helpers import BACKENDS, make_case
 
 from ccq import CovarianceState, clean_query, clean_query_step
-from ccq.ops import BackendUnavailableError, correction
+from ccq.ops import BackendUnavailableError, Gate, correction
 
 GOOD = make_case(B=2, T=3, Hq=4, Hk=2, K=5, dtype=torch.float32, state=True)
 STATE = GOOD.initial_state
@@ -260,3 +260,10 @@ def test_values_are_checked_in_compiled_code(bad):
     compiled(case)
     with pytest.raises(ValueError, match=f"^{message}"):
         compiled(case, **changed)
+
+
+def test_a_gate_is_for_sequences_and_one_token_takes_its_lam():
+    q = torch.randn(1, 2, 4)
+    by = Gate(torch.zeros(2, 8), torch.zeros(2))
+    with pytest.raises(TypeError, match=r"lam: expected a tensor \[B, Hq\] for one token, got a tuple; ccq.ops.gate"):
+        clean_query_step(q, q, by, CovarianceState.zeros(1, heads=2, key_size=4))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import BACKENDS, NORMALIZE, TOLERANCE, Case, assert_close, make_case, make_gate, results
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ccq import CovarianceState, clean_query, clean_query_step
 from ccq.ops import correction, gate
@@ -74,6 +75,49 @@ def test_op_never_returns_an_input(normalize, shape, dtype):
     storages = [x.untyped_storage().data_ptr() for x in outputs if x.numel()]
     assert not inputs & set(storages)
     assert len(storages) == len(set(storages)), "two outputs share memory"
+
+
+class Calls(TorchDispatchMode):
+    """What our operators are given and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        if func.namespace == "ccq":
+            self.seen.append((func, args, outputs))
+        return outputs
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("shape", ["begun", "continued", "packed, continued"])
+def test_forward_and_backward_return_new_memory_as_compilers_are_told(normalize, centred, shape):
+    """Also of the layout that attention layers have, [B, H, T, K] seen as [B, T, H, K]: a compiler trusts the strides
+    of the fake outputs, and that no output is an input."""
+    case = make_case(Hq=2, Hk=1, K=3, **SHAPES[shape])
+    turned = {x: getattr(case, x).transpose(1, 2).contiguous().transpose(1, 2) for x in ("q", "k")}
+    leaves = replace(case, **turned).leaves()
+    with Calls() as calls:
+        q_clean, k_bar, final = clean_query(
+            *leaves.args, **leaves.where, centred=centred, normalize=normalize, output_final_state=True, backend="chunk"
+        )
+        outputs = [x for x in (q_clean, k_bar, final.second_moment, final.key_sum) if x.requires_grad]
+        like = [torch.randn_like(x) for x in outputs]  # strided as they are
+        inputs = [x for x in leaves.inputs.values() if x.requires_grad]
+        torch.autograd.grad(outputs, inputs, like, allow_unused=True)
+    assert [func.__name__ for func, *_ in calls.seen] == ["clean_query.default", "clean_query_backward.default"]
+    for func, arguments, real in calls.seen:
+        given = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, Tensor) and x.numel()}
+        storages = [x.untyped_storage().data_ptr() for x in real if x is not None and x.numel()]
+        assert not given & set(storages)
+        assert len(storages) == len(set(storages)), "two outputs share memory"
+        fake = func(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments))
+        for x, y in zip(real, fake, strict=True):
+            if x is not None:
+                assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
 @every_backend

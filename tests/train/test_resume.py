@@ -1,10 +1,13 @@
 """A run that is killed loses nothing: it goes on from the newest whole checkpoint, and ends with the same bits."""
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -126,6 +129,46 @@ def test_a_signal_saves_and_leaves(tmp_path, undisturbed, monkeypatch, capsys, n
     assert train(config(), tmp_path) == 0
     assert "resumed at step 8" in capsys.readouterr().out
     assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, undisturbed, monkeypatch, capsys, number):
+    """As `timeout`, torchrun and a scheduler send it: the worker that makes batches hears it as well."""
+    take_step = loop.Trainer.step
+
+    def step(trainer, batches):
+        if trainer.progress["step"] == 7:
+            (worker,) = multiprocessing.active_children()
+            subprocess.run([sys.executable, "-c", f"import os; os.kill({worker.pid}, {number.value})"], check=True)
+            time.sleep(0.5)  # torch raises here where it dies of that; a signal from its parent would end it quietly
+            os.kill(os.getpid(), number)
+        return take_step(trainer, batches)
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    run = config()
+    run.system.workers = 1
+    assert train(run, tmp_path) == 128 + number
+    assert names(tmp_path)[-1] == 8
+    assert not multiprocessing.active_children()
+    monkeypatch.undo()
+    assert train(config(), tmp_path) == 0
+    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+def test_a_run_that_fails_ends_its_worker(tmp_path, monkeypatch):
+    """While its exception is at hand: Python would wait for a process that does not hear a SIGTERM."""
+    run = config()
+    run.system.workers = 1
+
+    def fail(*_):
+        assert len(multiprocessing.active_children()) == 1
+        raise KeyError("here")
+
+    monkeypatch.setattr(loop.Trainer, "step", fail)
+    with pytest.raises(KeyError) as failed:
+        train(run, tmp_path)
+    assert failed.value.__traceback__ is not None
+    assert not multiprocessing.active_children()
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, capsys):

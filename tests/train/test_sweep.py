@@ -160,6 +160,22 @@ def test_a_rate_is_not_taken_from_a_choice_that_was_not_made(content, said, tmp_
     assert sweep.read_chosen(path, ["gla"]) == {"gla": 0.01}
 
 
+def test_rates_of_another_width_are_taken_only_where_that_is_said(tmp_path):
+    path = tmp_path / "mqar_rows.json"
+    path.write_text(json.dumps({"size": "mqar64", "chosen": {"gla": 0.01}, "missing": []}))
+    assert sweep.read_chosen(path, ["gla"], "mqar64") == sweep.read_chosen(path, ["gla"]) == {"gla": 0.01}
+    with pytest.raises(RunError, match="has rates chosen at mqar64, not at mqar: run `--tier rows --size mqar`"):
+        sweep.read_chosen(path, ["gla"], "mqar")
+    given = ["mqar", "--tier", "seeds", "--out", str(tmp_path), "--device", "cpu"]
+    assert sweep.main([*given, "--rows", "gla", "--size", "mqar"]) == 1
+
+
+def test_two_rates_have_two_names():
+    names = {sweep.Spec("gla", "mqar", lr, 0, 4).name for lr in (1e-3, 0.0010049, 0.00316, 0.0031623)}
+    assert len(names) == 4
+    assert sweep.Spec("gla", "mqar", 0.00316, 0, 4).name == "gla-mqar-lr3.16e-03-seed0-steps4-r0"  # as in files
+
+
 # the command
 
 TOY = [
