@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +56,7 @@ class Environment:
     driver: str | None = None  # NVIDIA's
     complaint: str | None = None  # what torch said when it was asked for a GPU
     variables: Mapping[str, str] = field(default_factory=dict)
+    cpu_bf16_kills: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,26 @@ class Choice:
     backend: str
     what: str
     why_not: Mapping[str, str]  # the faster ones that cannot run, with the reason
+
+
+CPU_BF16 = (
+    "a product in bf16 kills the process on this CPU: torch takes it for able to compute what it is not",
+    "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or take float32",
+)
+
+
+@functools.cache
+def cpu_bf16_kills() -> bool:
+    """Whether a product in bf16 ends a process, which only another process can tell. It takes some seconds."""
+    probe = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode < 0
+
+
+def check_cpu_bf16(device: str, dtype: str) -> None:
+    """ValueError where a model in `dtype` would kill the process."""
+    asked = device == "cpu" and dtype in ("bf16", "bfloat16") and torch.backends.mkldnn.enabled
+    if asked and cpu_bf16_kills():
+        raise ValueError(f"{CPU_BF16[0]}: {CPU_BF16[1]}")
 
 
 def look() -> Environment:
@@ -99,6 +123,7 @@ def look() -> Environment:
         driver=nvidia_driver(),
         complaint=str(caught[0].message) if caught else None,
         variables={name: os.environ[name] for name in sorted(os.environ) if is_ours(name)},
+        cpu_bf16_kills=cpu_bf16_kills(),
     )
 
 
@@ -141,6 +166,8 @@ def diagnose(env: Environment) -> list[Finding]:
     def warning(what: str, cure: str) -> None:
         found.append(Finding("warning", what, cure))
 
+    if env.cpu_bf16_kills:
+        warning(f"{CPU_BF16[0][:1].upper()}{CPU_BF16[0][1:]}.", CPU_BF16[1])
     triton, core, whole = (env.packages.get(name) for name in ("triton", "fla-core", "flash-linear-attention"))
     nvidia = bool(env.gpus) and (env.build or "").startswith("CUDA")  # ROCm's capability 9.x is no Hopper
     hopper = nvidia and any(gpu.capability[0] == 9 for gpu in env.gpus)

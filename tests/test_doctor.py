@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ccq
-from ccq import doctor
+from ccq import cli, doctor
 from ccq.doctor import Environment, Gpu, diagnose
 from ccq.ops.dispatch import BackendStatus
 
@@ -214,3 +214,25 @@ def test_driver_version_is_read_from_proc(tmp_path, text, version):
 def test_no_driver(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert doctor.nvidia_driver(tmp_path / "version") is None
+
+
+def test_a_cpu_on_which_bf16_kills_is_told_and_refused(monkeypatch, tmp_path, capsys):
+    """Where a product would end the process, each command says so and what to do."""
+    (found,) = diagnose(replace(LAPTOP, cpu_bf16_kills=True))
+    assert "bf16" in found.what
+    assert "ONEDNN_MAX_CPU_ISA" in found.cure
+    monkeypatch.setattr("torch.backends.mkldnn.enabled", True)
+    monkeypatch.setattr(doctor, "cpu_bf16_kills", lambda: True)
+    with pytest.raises(ValueError, match=r"kills the process on this CPU: .* ONEDNN_MAX_CPU_ISA"):
+        doctor.check_cpu_bf16("cpu", "bf16")
+    doctor.check_cpu_bf16("cpu", "fp32")
+    doctor.check_cpu_bf16("cuda", "bf16")
+    monkeypatch.chdir(tmp_path)
+    asked = ["--device", "cpu", "--out", "nowhere"]
+    for command in (
+        ["train", "gla_pico", "--run-dir", "nowhere", "--data.path", "nothing", "--system.device", "cpu"],
+        ["sweep", "mqar", "--tier", "rows", *asked],
+        ["eval", "gla-pico", "--suite", "length", "--tasks", "book", "--dtype", "bfloat16", *asked],
+    ):
+        assert cli.main(command) == 1
+        assert "ONEDNN_MAX_CPU_ISA" in capsys.readouterr().err

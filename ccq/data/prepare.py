@@ -128,6 +128,9 @@ def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:
     pairs += [(name, found["settings"].get(name), index["settings"].get(name)) for name in names]
     for name, before, now in pairs:
         if before != now:
+            if isinstance(before, list) and isinstance(now, list):  # they may be long: what one has and the other not
+                fewer = [x for x in before if x not in now], [x for x in now if x not in before]
+                before, now = fewer if any(fewer) else (before, now)  # else in another order
             raise DataError(
                 f"{out} was begun with another {name}: {shortened(before)} there, {shortened(now)} now. "
                 "Choose another folder, or empty this one."

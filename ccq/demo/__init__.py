@@ -479,10 +479,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is drawn and trained (%(default)s)")
     parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
     options = parser.parse_args(argv)
+    from ccq.evaluate import check_device
     from ccq.evaluate.errors import EvaluationError
     from ccq.train import RunError
 
     try:
+        if options.device:
+            check_device(options.device)
         return run(Settings(out=options.out, seed=options.seed, device=options.device), options.fresh)
     except (KeyboardInterrupt, Stopped) as stopped:
         print("\nStopped. The same command goes on from here.", file=sys.stderr)

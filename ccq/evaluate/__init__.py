@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ccq.doctor import check_cpu_bf16
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import RequestSet
 from ccq.evaluate.results import (
@@ -340,6 +341,10 @@ def load(name: str, device: str, dtype: torch.dtype, tokenizer: str | None, *, w
             found_tokenizer = None  # transformers makes an empty one for a folder that has none
     if weights:
         check_device(device)
+        try:
+            check_cpu_bf16(device, str(dtype).removeprefix("torch."))
+        except ValueError as error:
+            raise EvaluationError(f"--dtype: {error}") from None
         try:
             found_model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
             found_model = found_model.to(device).eval()

@@ -39,6 +39,15 @@ def main(argv: Sequence[str]) -> int:
         if wrong:
             parser.error(f"--{name}: expected {what}")
 
+    from ccq.doctor import check_cpu_bf16
+    from ccq.evaluate import check_device
+    from ccq.evaluate.errors import EvaluationError
+
+    try:
+        check_device(arguments.device)
+        check_cpu_bf16(arguments.device, arguments.dtype)
+    except (EvaluationError, ValueError) as error:
+        parser.error(str(error))
     tokenizer, model = load(arguments.model, arguments.device, arguments.dtype)
     ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(arguments.device)
     if ids.shape[1] == 0:
@@ -76,14 +85,22 @@ def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"{name}: there is no such folder")
     given, name = name, locate(name)
-    if name != given and dtype == "auto" and device == "cpu":
-        dtype = "float32"  # what ships is bf16, to be small, and CPUs are slow in it where they can compute it at all
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"  # checkpoints are bf16, to be small, and CPUs are slow in it where they can compute it at all
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     elif folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
         raise FileNotFoundError(f"{given}: there is no tokenizer in this folder; a model of recall reads no text")
     else:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            if folder.is_dir():
+                raise
+            line = (str(error).strip() or "?").splitlines()[0]
+            raise FileNotFoundError(
+                f"there is no folder {given}, and no such model was found on the Hub ({line})"
+            ) from error
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     return tokenizer, model.to(device).eval()

@@ -190,7 +190,9 @@ def read(path: Path) -> Config:
     try:
         made = {name: kind(**_tuples(content.pop(name))) for name, kind in parts.items()}
         return Config(**made, **content)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
+        raise RunError(f"{path} has no {error}: expected the folder of a run of `ccq train`") from None
+    except TypeError as error:
         raise RunError(f"{path} is not a config of this version of ccq: {error}") from None
 
 

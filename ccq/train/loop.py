@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ccq.data import DataError
 from ccq.data.batches import IGNORE, Batch, Steps, iterating
 from ccq.data.counter import key_of
+from ccq.doctor import check_cpu_bf16
 from ccq.train import RunError, folder
 from ccq.train.checkpoint import Checkpoints, folder_of, newest
 from ccq.train.config import Config
@@ -121,6 +122,7 @@ def train(config: Config, run: Path) -> int:
     with join(config.system.device, config.system.timeout) as world, contextlib.ExitStack() as stack:
         on_main(world, lambda: stack.enter_context(folder.locked(run)))
         accumulation(config, world.size)
+        on_main(world, lambda: check_cpu_bf16(world.device.type, config.dtype))
         # before the folder is this run's, and the one time that all data is read
         on_main(world, lambda: (train_source(config), valid_source(config)))
         on_main(world, lambda: folder.claim(run, config))

@@ -92,6 +92,12 @@ def test_what_the_readme_says_of_language_models_is_in_the_files():
         differences = [row["differences"][0] for row in settings]
         assert len(differences) == 12
         assert [d["difference"] > 0 for d in differences if d["significant"]] == [True] * told
+    assert "after 20K others have the perplexity that they have after 4K, within about 2%" in readme
+    for path in NANO.glob("*/eval/length.json"):
+        scores = json.loads(path.read_text())["scores"]
+        for corpus in {name.split("/")[0] for name in scores}:
+            same = [scores[f"{corpus}/same/{length}"]["value"] for length in range(4096, 20_481, 2048)]
+            assert same == pytest.approx([same[0]] * 9, rel=0.021)
     assert "each interrupted on the way at other steps: the losses are the same to the last digit" in readme
     for run in ("gla_unit-seed0", "ccq_gla-seed0", "ccq_gla_open-seed0"):
         both = [[json.loads(line) for line in (NANO / name / "log.jsonl").read_text().splitlines()]
