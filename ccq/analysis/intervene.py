@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     name = Path(arguments.model).name
     rows, failed = [], False
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
-        # a folder of its own: the weights, by which answers are told apart, are the same
+        # a folder of its own: the weights are the same, and so would be the names of its files
         options = replace(options, out=arguments.out / change.name)
         drawn = arguments.out / Intervention().name / "samples"
         if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again

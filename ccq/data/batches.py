@@ -120,6 +120,8 @@ def iterating(steps: Steps, workers: int = 0, pin_memory: bool = False) -> Itera
         yield batches
     finally:  # now: an exception may hold the last reference until Python waits for a process that hears nothing
         getattr(batches, "_shutdown_workers", lambda: None)()
+        for process in getattr(batches, "_workers", ()):  # in the middle of a batch, which may take for ever
+            process.kill()
 
 
 def ignore_signals(worker: int) -> None:

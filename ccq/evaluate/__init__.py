@@ -124,7 +124,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             and done["samples"]["hash"] == asked.hash()
             and done["limit"] == asked.settings["limit"]
             and done["model"]["hash"] == identity["model_hash"]
-            and done["model"].get("lam") == identity["lam"]
+            and done["model"].get("lam", identity["lam"]) == identity["lam"]
         ):
             print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
             return done
@@ -242,9 +242,8 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
         "dtype": identity.get("dtype"),
         "class": identity.get("class"),
         "parameters": identity.get("parameters"),
+        "lam": identity.get("lam"),
     }
-    if identity.get("lam"):
-        model_row["lam"] = identity["lam"]
     result = {
         "suite": suite,
         "finished": True,

@@ -41,7 +41,7 @@ def lam_changed(model: torch.nn.Module) -> str | None:
     gates = [module for module in model.modules() if hasattr(module, "intervention")]
     layers: dict[str, list[int]] = {}
     for layer, gate in enumerate(gates):
-        if (change := gate.intervention) is not None:
+        if (change := gate.intervention) is not None and getattr(change, "kind", "") != "none":
             name = str(getattr(change, "name", "") or getattr(change, "__qualname__", type(change).__qualname__))
             layers.setdefault(name, []).append(layer)
     return "; ".join(f"{name} in {', '.join(map(str, which))}" for name, which in layers.items()) or None
@@ -108,7 +108,7 @@ class Responses:
             raise EvaluationError(f"{self.path} is damaged ({error}): run with --again to start it over") from error
         self.identity = theirs | identity
         for name in ("model_hash", "dtype", "lam"):
-            expected = theirs.get(name)
+            expected = theirs.get(name, identity.get(name))  # of an older version's file: not told
             if identity.get(name, expected) != expected:
                 raise EvaluationError(
                     f"{self.path.parent.parent} has answers of another run: {name} was {expected}, "

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
 from ccq.mixers.linear import watched
 from ccq.ops.dispatch import BackendFallbackWarning
@@ -120,17 +121,18 @@ def identity(model: CCQForCausalLM, batch: int) -> tuple:
     """What must not change between capture and replay: the batch, the memory of the weights, and what others' modules
     (adapters) are set to: which of them is on, a graph would not ask."""
     others = [m for m in model.modules() if type(m).__module__.partition(".")[0] not in ("ccq", "torch")]
-    set_to = [(type(module).__qualname__, plain(module.__dict__)) for module in others]
+    set_to = [(type(m).__qualname__, settings(m.__dict__)) for m in others if not isinstance(m, PreTrainedModel)]
     return batch, model.dtype, tuple(parameter.data_ptr() for parameter in model.parameters()), repr(set_to)
 
 
-def plain(thing: Any) -> Any:
-    """Of a module's attributes those that are numbers, texts, and lists and dicts of them."""
-    if isinstance(thing, dict):
-        return {str(key): plain(value) for key, value in thing.items()}
-    if isinstance(thing, list | tuple | set):
-        return [plain(value) for value in thing]
-    return thing if isinstance(thing, bool | int | float | str | None) else ...
+def settings(thing: Any, depth: int = 3) -> Any:
+    """Of a module's attributes what may be a setting: switches, names, scales, and lists and dicts of them. No whole
+    numbers: those count."""
+    if isinstance(thing, dict) and depth:
+        return {str(key): settings(value, depth - 1) for key, value in thing.items()}
+    if isinstance(thing, list | tuple | set) and depth:
+        return [settings(value, depth - 1) for value in thing]
+    return thing if isinstance(thing, bool | float | str | None) else ...
 
 
 def refusal(model: CCQForCausalLM) -> str | None:

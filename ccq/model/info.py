@@ -103,10 +103,10 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"{name} has no config.json: expected the folder of a checkpoint")
         try:
             config = CCQConfig.from_pretrained(name) if folder.is_dir() else CCQConfig.preset(name)
-        except TypeError:
-            parser.error(f"{name} is no folder of a checkpoint; of a run of `ccq train`, `ccq export` makes one")
-        except (ValueError, OSError) as error:
-            parser.error(str(error))
+        except (TypeError, ValueError, OSError) as error:
+            if folder.is_dir() and "model_type" not in (folder / "config.json").read_text():
+                parser.error(f"{name} is no folder of a checkpoint; of a run of `ccq train`, `ccq export` makes one")
+            parser.error(f"{name}: {error}" if folder.is_dir() else str(error))
         rows.append((name, info(config, arguments.length)))
     show(rows, arguments.length, arguments.batch)
     return 0

@@ -286,23 +286,15 @@ CORPORA = {
 BAND = "Bands: the 95% interval over seeds where there are three, else over test samples."
 
 
-def by_length(results: Results, suite: str, titles: dict[str, str], axis: str) -> list[Panel]:
+def by_length(results: Results, suite: str, titles: dict[str, str], axis: str, lines: Callable = curves) -> list[Panel]:
     """A panel for each task of a suite that was run, and each size of model."""
     panels = []
     for size, systems in by_size(results.systems(suite)).items():
         for task, title in titles.items():
-            found = curves(results, suite, f"{task}/{{}}", systems)
-            if suite == "length" and quick_looks(results, systems):
-                same = curves(results, suite, f"{task}/same/{{}}", systems)
-                found = same if any(len(lengths) > 1 for _, lengths, _ in same) else found
+            found = lines(results, suite, f"{task}/{{}}", systems)
             if found:
                 panels.append(Panel(f"{title}{size}", draw_curves(found, axis)))
     return panels
-
-
-def quick_looks(results: Results, systems: Sequence[System]) -> bool:
-    """Whether windows were left out of some model's sweep: it reads other text at each length."""
-    return any(run.content.get("quick_look") for system in systems for run in results.runs(system, "length"))
 
 
 def by_size(systems: Sequence[System]) -> dict[str, list[System]]:
@@ -314,13 +306,26 @@ def by_size(systems: Sequence[System]) -> dict[str, list[System]]:
 
 
 def extrapolation(results: Results) -> Figure | None:
-    panels = by_length(results, "length", CORPORA, "perplexity")
+    drawn = []
+
+    def same_text(results: Results, suite: str, pattern: str, systems: Sequence[System]) -> list:
+        """The sweep; but where windows were left out of it, each length reads other text: there the same tokens."""
+        found = curves(results, suite, pattern, systems)
+        sources = [source for _, _, estimates in found for estimate in estimates for source in estimate.sources]
+        if any(source.content.get("quick_look") for source in sources):
+            same = curves(results, suite, pattern.replace("/{}", "/same/{}"), systems)
+            if [line[0] for line in same] == [line[0] for line in found] and all(len(line[1]) > 1 for line in same):
+                drawn.append(pattern)
+                return same
+        return found
+
+    panels = by_length(results, "length", CORPORA, "perplexity", same_text)
     if not panels:
         return None
     how = "The sweep of the paper's Figures 3 and 4; their values are not printed."
-    if quick_looks(results, results.systems("length")):
+    if drawn:
         how += (
-            " Of models that read only the first windows of each length, which is more text the longer they are: the "
+            " Where a model read only the first windows of each length, which is more text the longer they are: the "
             "same 2,048 tokens at every length, the last of each of the longest windows, given what stands before them."
         )
     return Figure(

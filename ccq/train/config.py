@@ -149,12 +149,14 @@ class Config:
             ("system.patience", self.system.patience, 1),
             ("system.sample_every", self.system.sample_every, 0),
         ):
-            if not least <= value < math.inf:  # nor a NaN
+            if not math.isfinite(value):
+                raise RunError(f"{name}: expected a finite number, got {value}")
+            if value < least:
                 raise RunError(f"{name}: expected at least {least}, got {value}")
         for name, slices in (("data.slices", self.data.slices), ("data.valid_slices", self.data.valid_slices)):
-            for length, pairs, samples in slices or ():
-                if min(length, pairs, samples) < 1:
-                    raise RunError(f"{name}: expected length, pairs and samples from 1, got {length} {pairs} {samples}")
+            for kind in slices:
+                if len(kind) != 3 or min(kind) < 1:
+                    raise RunError(f"{name}: expected length, pairs and samples, each from 1, got {list(kind)}")
         if not self.optimizer.eps > 0:
             raise RunError(f"optimizer.eps: expected more than 0, got {self.optimizer.eps}")
         if self.optimizer.clip is not None and not self.optimizer.clip > 0:

@@ -122,12 +122,14 @@ def train(config: Config, run: Path) -> int:
     with join(config.system.device, config.system.timeout) as world, contextlib.ExitStack() as stack:
         on_main(world, lambda: stack.enter_context(folder.locked(run)))
         accumulation(config, world.size)
-        on_main(world, lambda: check_cpu_bf16(world.device.type, config.dtype))
+        finished = world.from_main(newest(run / folder.CHECKPOINTS) == config.steps)
+        if not finished:
+            on_main(world, lambda: check_cpu_bf16(world.device.type, config.dtype))
         # before the folder is this run's, and the one time that all data is read
         on_main(world, lambda: (train_source(config), valid_source(config)))
         on_main(world, lambda: folder.claim(run, config))
         log = Log(run, config, world.main)
-        if world.from_main(newest(run / folder.CHECKPOINTS) == config.steps):
+        if finished:
             log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` makes a model of it.")
             return 0
         checkpoints = Checkpoints(run / folder.CHECKPOINTS, world, config.system.keep)
@@ -197,7 +199,7 @@ class Run:
         self.log.say(f"resumed at step {start}" if start else self.headline())
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
         pinned = self.world.device.type == "cuda"
-        with iterating(steps, config.system.workers, pinned) as batches, stop_signals() as stop:
+        with stop_signals() as stop, iterating(steps, config.system.workers, pinned) as batches:
             while trainer.progress["step"] < config.steps:
                 self.one_step(batches)
                 step = trainer.progress["step"]

@@ -547,15 +547,16 @@ def sweep(options: argparse.Namespace) -> int:
         groups = groups_of(tier, options, chosen)
         for group in groups:
             group[0].config()  # refuse now what no run can have
-        try:
-            device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-            check_device(device)
-            check_cpu_bf16(device, groups[0][0].config().dtype)
-        except (EvaluationError, ValueError) as error:
-            raise RunError(str(error)) from None
         check_test_samples(groups, out, options.test_samples)
         todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
         todo = [group for group in todo if group]
+        if todo:
+            try:
+                device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+                check_device(device)
+                check_cpu_bf16(device, todo[0][0].config().dtype)
+            except (EvaluationError, ValueError) as error:
+                raise RunError(str(error)) from None
         count, total = sum(map(len, todo)), sum(map(len, groups))
         say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")
         settings = {

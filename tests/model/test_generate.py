@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ccq import cli
-from ccq.model import CCQCache, graphs
+from ccq.model import CCQCache, CCQForCausalLM, graphs
 from ccq.ops.dispatch import BackendFallbackWarning
 
 each_system = pytest.mark.parametrize("system", SYSTEMS)
@@ -237,6 +237,28 @@ def test_a_graph_is_not_replayed_with_an_adapter_set_otherwise(cpu_graphs, chang
         setattr(mlp.down_proj, name, value)
     model.generate(ids, max_new_tokens=4)
     assert model.__dict__["_graph"] is not first
+
+
+def test_a_graph_is_kept_where_nothing_that_it_computes_is_set_otherwise(cpu_graphs):
+    """Not by a class of the user's own, and not by a module that counts its calls or refers to itself."""
+
+    class Mine(CCQForCausalLM):
+        pass
+
+    class Counted(Adapter):
+        def forward(self, x):
+            self.calls = getattr(self, "calls", 0) + 1
+            self.seen = {"me": [self.__dict__]}
+            return super().forward(x)
+
+    model = Mine(make_model("ccq-gla").config).eval()
+    mlp = next(module for module in model.modules() if hasattr(module, "down_proj"))
+    mlp.down_proj = Counted(mlp.down_proj)
+    graphs_seen = []
+    for _ in range(3):
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+        graphs_seen.append(model.__dict__["_graph"])
+    assert graphs_seen[2] is graphs_seen[1]
 
 
 def test_a_layer_taken_out_after_generating_is_out(cpu_graphs):

@@ -68,3 +68,7 @@ def test_a_quick_look_at_lengths_is_drawn_on_the_same_text(tmp_path):
         expected = [results.estimate(s, f"length:pg19{'/same' if quick else ''}/4096").value for s in results.systems()]
         assert [line.get_ydata()[0] for line in axes.get_lines()] == expected
         assert ("the same 2,048 tokens at every length" in figure.caption) == quick
+    for name in ("gla-nano-seed0", "ccq-gla-nano-seed0"):  # asked whole: the quick look of another seed changes nothing
+        evaluation(tmp_path / name, "length", groups, name)
+    evaluation(tmp_path / "b", "length", groups, "gla-nano-seed1", quick_look=True, limit=2)
+    assert "the same 2,048" not in figures.extrapolation(Results(collect([tmp_path]))).caption

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from train_helpers import assert_bit_equal, contents, log_of, names, small, start, write_shards
 
+from ccq.data.batches import Batch, Steps, iterating
 from ccq.train import RunError, loop
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.loop import train
@@ -168,6 +169,22 @@ def test_a_run_that_fails_ends_its_worker(tmp_path, monkeypatch):
     with pytest.raises(KeyError) as failed:
         train(run, tmp_path)
     assert failed.value.__traceback__ is not None
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_in_the_middle_of_a_batch_is_not_waited_for():
+    class Slow:
+        batch_size = 1
+
+        def batch(self, step, rank, world):
+            time.sleep(600 if step else 0)
+            return Batch(*torch.zeros(2, 1, 1, dtype=torch.long), None, torch.zeros(1, dtype=torch.long))
+
+    with iterating(Steps(Slow()), workers=1) as batches:
+        next(batches)
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not multiprocessing.active_children()
 
 
