@@ -125,7 +125,7 @@ def test_other_labels_and_other_lengths_are_not_finished_already(llama, tokenize
     """Where the questions are the same and only what they are scored with is not."""
     mine = tmp_path / "data"
     shutil.copytree(data, mine)
-    options = options_of(tmp_path / "out", mine, tasks=("piqa", "wikitext"), max_lengths=(4096,))
+    options = options_of(tmp_path / "out", mine, tasks=("piqa", "wikitext"), max_lengths=(512,))
     first = evaluate(llama, tokenizer, "lm", options)["scores"]
     rows = [json.loads(line) for line in (mine / "piqa_val.jsonl").read_text().splitlines()]
     (mine / "piqa_val.jsonl").write_text("".join(json.dumps(row | {"label": 1 - row["label"]}) + "\n" for row in rows))
@@ -135,8 +135,8 @@ def test_other_labels_and_other_lengths_are_not_finished_already(llama, tokenize
     options.stage = "all"
     second = evaluate(llama, tokenizer, "lm", options)["scores"]
     assert second["piqa"]["value"] == pytest.approx(100 - first["piqa"]["value"])
-    options.max_lengths = (8192,)
-    assert "wikitext/8192/word_perplexity" in evaluate(llama, tokenizer, "lm", options)["scores"]
+    options.max_lengths = (1024,)
+    assert "wikitext/1024/word_perplexity" in evaluate(llama, tokenizer, "lm", options)["scores"]
 
 
 def test_three_stages_equal_one_call_and_scoring_needs_only_torch_and_transformers(

@@ -87,6 +87,7 @@ needs_browser = pytest.mark.skipif(
 
 
 @needs_browser
+@pytest.mark.xdist_group("report page")
 def test_the_page_in_a_browser(report, tmp_path):
     seen, errors = look_at(report, tmp_path / "profile")
     assert errors == []

@@ -141,14 +141,14 @@ def test_the_command_fills_what_is_marked_and_leaves_the_rest(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "page.md"
     file.write_text("before\n<!-- ccq report: op -->\nold\n<!-- /ccq report -->\nafter\n")
-    assert cli.main(["report", str(BENCHMARKS), "--docs", str(file)]) == 0
+    assert cli.main(["report", str(BENCHMARKS / "op_h200.json"), "--docs", str(file)]) == 0
     text = file.read_text()
     assert text.startswith("before\n<!-- ccq report: op -->\n| cleaning alone, µs |")
     assert text.endswith("<!-- /ccq report -->\nafter\n")
     assert "old" not in text
     assert re.search(r"From results/op_h200.json \(NVIDIA H200; .*; commit \w{7}.*; 20\d\d-\d\d-\d\d\)", text)
     assert not Path("report").exists()  # the page was not asked for
-    ccq.report.fill([BENCHMARKS], [file])
+    ccq.report.fill([BENCHMARKS / "op_h200.json"], [file])
     assert file.read_text() == text
 
 

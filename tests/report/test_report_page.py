@@ -17,6 +17,8 @@ from ccq.report import claims, html
 from ccq.report.document import Columns, Figure
 from ccq.report.systems import label_of
 
+pytestmark = pytest.mark.xdist_group("report page")  # in one process: the page of everything is made once
+
 PAPERS = ("configs", "lm", "niah", "longbench", "ablations", "layer", "training", "inference")
 
 
@@ -307,7 +309,7 @@ def test_any_part_of_a_result_may_be_missing(everything, tmp_path):
     for name in files:
         whole = (everything / name).read_text()
         target = tmp_path / "run" / "config.json" if "config" in name else tmp_path / "x.json"
-        for _ in range(15):
+        for _ in range(9):
             content = json.loads(whole)
             place, depth = content, rng.randint(0, 4)
             while depth and isinstance(
@@ -325,7 +327,7 @@ def test_any_part_of_a_result_may_be_missing(everything, tmp_path):
             built = page.assemble(usable)
             html.page(dataclasses.replace(built, parts=[p for p in built.parts if not isinstance(p, Figure | Columns)]))
             left_out += bool(usable.problems)
-    assert left_out > 20
+    assert left_out > 12
 
 
 def damaged_gate(content):
