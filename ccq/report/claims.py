@@ -448,6 +448,8 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
         runs: dict[int | None, list[Source]] = {}  # a model that was analysed twice, or trained again, is one run
         for source in mine:
             runs.setdefault(source.seed, []).append(source)
+        if len(runs) > 1:
+            runs.pop(None, None)  # it may be any of them
         means = {
             seed: [sum(mean_of(s.content["lam"][place]) for s in same) / len(same) for place in ("retrieval", "text")]
             for seed, same in runs.items()

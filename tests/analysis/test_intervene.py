@@ -157,9 +157,9 @@ def test_answers_of_a_changed_model_are_not_taken_for_its_own(tmp_path):
         ask("a")
     with intervene(model, Intervention("fixed", 1.0), layers=[1]):
         ask("b")
-        with pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is fixed-1 in 0, 1"):  # noqa: SIM117
-            with intervene(model, Intervention("fixed", 1.0)):
-                ask("b")
+    every = intervene(model, Intervention("fixed", 1.0))
+    with every, pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is fixed-1 in 0, 1"):
+        ask("b")
     with pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is None"):
         ask("b")
     assert ask("a")["scores"] == json.loads(json.dumps(plain["scores"]))
