@@ -37,6 +37,7 @@ class Verdict:
     verdict: str
     detail: str = ""  # why
     sources: list[Source] = field(default_factory=list)
+    short: str = ""  # `ours` in fewer words, where it goes on for long
 
 
 @functools.cache
@@ -400,17 +401,24 @@ def alignment(claim: dict, found: Collection, results: Results, paper: Paper) ->
     sources = once(s for s in found.of("analysis", "alignment") if not s.content.get("settings", {}).get("untrained"))
     if not sources:
         return Verdict(claim, claim["paper"], NOT_RUN, FEW, "`ccq analyze alignment` was not run")
-    parts, verdicts = [], []
+    parts, verdicts, gaps = [], [], []
     for source in sources:
         part = source.content["points"]["projection"]["top"]["16"]
         gap, prompts = part[claim["group"]], len(source.content.get("prompts") or ())
         verdicts.append(gap_verdict(part, gap, prompts, by_layer=claim["group"] == "unique"))
+        gaps.append(gap)
         bounds = mean_interval(gap["mean"], gap["error_of_mean"], prompts)
         spread = "" if bounds is None else f" ± {(bounds[1] - bounds[0]) / 2:.3f} over prompts"
         mean = "not known" if gap["mean"] is None else f"{signed(gap['mean'], 3)}{spread}"
         parts.append(f"{source.title}: {gap['negative_layers']} of {len(gap['by_layer'])}, mean {mean}")
     verdict, detail = together(verdicts)
-    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources)
+    means = [gap["mean"] for gap in gaps if gap["mean"] is not None]
+    short = ""
+    if len(sources) > 1 and means:
+        negative, layers = sum(gap["negative_layers"] for gap in gaps), sum(len(gap["by_layer"]) for gap in gaps)
+        short = f"negative at {negative} of {layers} layers of {len(sources)} models, whose means are "
+        short += f"{signed(min(means), 3)} to {signed(max(means), 3)}"
+    return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources, short)
 
 
 def gap_verdict(part: dict, gap: dict, prompts: int, by_layer: bool) -> tuple[str, str]:

@@ -187,22 +187,27 @@ class Collection:
                 "odd`): not all that RULER draws."
             )
         shares = needle_shares(self.of("run"))
-        told: dict[str, list[str]] = {}  # what is known of a text: sizes of the models trained on it
+        told: dict[str, list[str]] = {}  # what is known of a text: the models trained on it, by size
         for s in asked:
             ships = None if s.run else shipped_facts(s.content["model"]["name"])
             share = shares.get(s.run.text) if s.run else ships and needle_share(ships)
+            path = s.run.content["data"].get("path") if s.run else None
+            text = Path(path).name if path else ""
             known = ""
             if share:
                 known = f"{share:.0%} of the training tokens are needle documents; the paper names none in its text"
-            elif s.run and s in odd and s.run.content["data"].get("path"):
-                text = Path(s.run.content["data"]["path"]).name
+            elif share == 0 and s in odd:
+                known = "the training text has no needle documents"
+            elif text and s in odd:
                 known = (
                     f"the training text is called `{text}`; how much of it is needle documents, its files do not say "
                     "(`docs/assumptions.md` does, of the runs in the repository)"
                 )
             if known:
-                told.setdefault(known, []).append(scale_label(s.system.size) if s.system else "")
-        notes += [f"Needles at {', '.join(dict.fromkeys(sizes))}: {known}." for known, sizes in told.items()]
+                size = scale_label(s.system.size) if s.system else ""
+                other = text and s.system and s.system.variant.endswith(text_variant(text))
+                told.setdefault(known, []).append(f"{size}, {text_variant(text)}" if other else size)
+        notes += [f"Needles at {'; '.join(dict.fromkeys(sizes))}: {known}." for known, sizes in told.items()]
         return notes
 
 
@@ -386,7 +391,11 @@ def tell_data_apart(runs: list[Source]) -> None:
             continue
         name, usual = Path(run.content["data"]["path"]).name, sets[run.system.size].most_common(1)[0][0]
         if name != usual:
-            run.system = replace(run.system, variant=", ".join(filter(None, (run.system.variant, f"text {name}"))))
+            run.system = replace(run.system, variant=", ".join(filter(None, (run.system.variant, text_variant(name)))))
+
+
+def text_variant(name: str) -> str:
+    return f"text {name}"
 
 
 def may_be(source: Source, run: Source) -> bool:

@@ -174,10 +174,11 @@ def plural(count: int, word: str, words: str = "") -> str:
 
 
 def did_it_help(found: Collection, verdicts: list[Verdict], results: Results) -> list[Any]:
-    """The answer in one sentence, then the headline claims."""
+    """The answer in one sentence, then the headline claims and those that are decided."""
     quality = [v for v in verdicts if v.claim["kind"] in ("score", "recall")]
     tried = [v for v in quality if v.ours != claims.NOT_RUN]
-    shown = [v for v in verdicts if v.claim.get("headline") and v.ours != claims.NOT_RUN] or tried[:4]
+    decided = [v for v in tried if v.verdict in (HOLDS, FAILS)]
+    shown = [v for v in verdicts if (v.claim.get("headline") and v.ours != claims.NOT_RUN) or v in decided] or tried[:4]
     parts: list[Any] = []
     if not found.sources:
         return [Text("Nothing was run, so nothing can be said.")]
@@ -206,14 +207,15 @@ def did_it_help(found: Collection, verdicts: list[Verdict], results: Results) ->
         if left:
             said.append(f"{left} cannot be tested at this size")
         word = "claim" if len(tried) == 1 else "claims"
+        listed = "What is decided, and the main ones:" if decided else "The main ones:"
         parts.append(
-            Text(f"**Of {len(tried)} {word} about quality that were tried here, {', '.join(said)}.** The main ones:")
+            Text(f"**Of {len(tried)} {word} about quality that were tried here, {', '.join(said)}.** {listed}")
         )
     words = {FAILS: "Does not hold"}
     items = []
     for v in shown:
         word = words.get(v.verdict, v.verdict.capitalize())
-        items.append(f"**{word}**: {full(v, verdicts)}. Here: {v.ours}. The paper: {v.paper}.")
+        items.append(f"**{word}**: {full(v, verdicts)}. Here: {v.short or v.ours}. The paper: {v.paper}.")
     return parts + ([Items(items)] if items else [])
 
 
@@ -243,12 +245,12 @@ def mean_of(values: list[float | None]) -> str:
 
 
 def full(verdict: Verdict, verdicts: list[Verdict]) -> str:
-    """What a claim says; one that goes on from the claim before it needs that before it."""
+    """What a claim says; one that goes on from a claim before it needs that before it."""
     says = verdict.claim["says"]
     if not says.startswith("..."):
         return says
-    before = verdicts[verdicts.index(verdict) - 1].claim["says"]
-    return f"{before} {says}"
+    before = [v.claim["says"] for v in verdicts[: verdicts.index(verdict)]]
+    return f"{next(other for other in reversed(before) if not other.startswith('...'))} {says}"
 
 
 def length(results: Results) -> list[Any]:

@@ -221,6 +221,17 @@ def test_what_needles_rest_on_is_said(tmp_path):
     data = {"path": "f00d", "valid_path": None, "tokens": 200, "needle_tokens": 22}
     (tmp_path / "gla_nano_seed0" / "data.json").write_text(json.dumps(data))  # as `ccq train` says it now
     assert "Needles at nano: 11% of the training tokens are needle documents" in " ".join(collect([tmp_path]).notices())
+    for seed, text, needles in ((1, "needles", 22), (0, "plain", 0), (0, "other", 11)):
+        run = tmp_path / text / f"gla_nano_seed{seed}"
+        text_run(run, "gla_nano", seed, 30.0)
+        config["data"]["path"] = f"/somewhere/{text}"
+        (run / "config.json").write_text(json.dumps(config | {"seed": seed}))
+        data = {"path": text, "valid_path": None, "tokens": 200, "needle_tokens": needles}
+        (run / "data.json").write_text(json.dumps(data))
+        evaluation(run / "eval", "niah", ONE, "model", **settings)
+    said = collect([tmp_path]).notices()
+    assert "Needles at nano, text plain: the training text has no needle documents." in said
+    assert any(note.startswith("Needles at nano, text other: 6% of the training tokens") for note in said)
     evaluation(tmp_path / "plain" / "gla-nano-seed1", "niah", ONE, "gla-nano-seed1")
     assert "Needles asked for by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
 
