@@ -3,44 +3,68 @@
 from __future__ import annotations
 
 from ccq.report.claims import needle, signed
-from ccq.report.collect import Collection
+from ccq.report.collect import Collection, Source
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.paper import Paper
+from ccq.report.systems import tokens_label
 from ccq.report.tables import MISSING, marks, number
 
 COLUMNS = 16  # that a table of any scores has at most
 
 
 def intervention_table(found: Collection) -> Table | None:
-    rows, notes = [], []
+    """A row a model and change of lam, its scores from all files that ask it other things."""
+    notes = []
     sources = found.of("analysis", "intervene")
-    asked = list(dict.fromkeys(
-        (suite, name)
-        for source in sources for row in source.content["rows"]
-        for suite, scores in row["suites"].items() for name in scores
-    ))  # fmt: skip
+    asked = list(dict.fromkeys(name for source in sources for row in source.content["rows"] for name in scores_of(row)))
     if {suite for suite, _ in asked} == {"niah"}:  # models may have been asked at other lengths
         asked.sort(key=lambda name: needle(name[1]))
     names = asked[:COLUMNS]
     if len(asked) > COLUMNS:
         notes.append(f"{len(asked) - COLUMNS} more scores are in {', '.join(source.name for source in sources)}.")
-    suites = {suite for suite, _ in asked}
-    head = [name if len(suites) == 1 else f"{suite}: {name}" for suite, name in names]
+    rows: list[tuple[tuple, list[Source], dict]] = []  # whose, from which files, and its scores
     for source in sources:
         for row in source.content["rows"]:
             if "-layers-" in row["intervention"]:
                 continue
             lam = {"none": "as trained"}.get(row["intervention"], row["intervention"])
-            cells = []
-            for suite, name in names:
-                value = row["suites"].get(suite, {}).get(name)
-                cells.append(MISSING if value is None else Cell(number(value), hover=source.told, kind="ours"))
-            rows.append(Row(Cell(f"{source.title}, lam {lam} {marks([source])}"), cells))
+            whose, scores = (source.run, f"{source.title}, lam {lam}"), scores_of(row)
+            same = [(mine, known) for who, mine, known in rows if who == whose and not known.keys() & scores.keys()]
+            if source.run is not None and same:
+                mine, known = same[0]
+                mine.append(source)
+                known |= scores
+            else:
+                rows.append((whose, [source], scores))
         if some := sum("-layers-" in row["intervention"] for row in source.content["rows"]):
             notes.append(f"{source.title}: {some} more rows, each with some layers changed, are in {source.name}.")
     if not rows:
         return None
-    return Table("Cleaning changed at inference", ["", *head], [Block("", rows)], notes, name="intervene")
+    several = len({suite for suite, _ in asked}) > 1
+    head = [f"{suite}: {score}" if several else asked_label(suite, score) for suite, score in names]
+    shown = []
+    for (_, label), mine, scores in rows:
+        told = "\n".join(source.told for source in mine)
+        values = [scores.get(name) for name in names]
+        cells = [MISSING if x is None else Cell(number(x), hover=told, kind="ours") for x in values]
+        shown.append(Row(Cell(f"{label} {marks(mine)}"), cells))
+    return Table("Cleaning changed at inference", ["", *head], [Block("", shown)], notes, name="intervene")
+
+
+def scores_of(row: dict) -> dict[tuple[str, str], float | None]:
+    return {(suite, name): value for suite, scores in row["suites"].items() for name, value in scores.items()}
+
+
+def asked_label(suite: str, score: str) -> str:
+    """A score in few words, as the paper's table of needles has them.
+
+    >>> asked_label("niah", "niah_single_1/4096"), asked_label("length", "pg19/4096")
+    ('S1 4K', 'pg19/4096')
+    """
+    if suite == "niah" and score.startswith("niah_single_"):
+        task, length = needle(score)
+        return f"S{task.removeprefix('niah_single_')} {tokens_label(length)}"
+    return score
 
 
 POINTS = ("projection", "read", "sigma")  # where keys are caught: the paper's way first

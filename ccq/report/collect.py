@@ -145,7 +145,7 @@ class Collection:
     def notices(self) -> list[str]:
         """What a reader must know before comparing: damage, unfinished runs, mixed versions, quick looks."""
         notes = [*self.told, *self.problems, *self.unfinished]
-        scored = [s for s in self.of("eval") if "at inference" not in str(s.system)]  # changed, it is no other model
+        scored = self.evaluated()
         quick = [s for s in scored if s.content.get("quick_look")]
         if quick:
             kinds: dict[tuple, list[str]] = {}
@@ -175,9 +175,13 @@ class Collection:
             notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
         return notes
 
+    def evaluated(self) -> list[Source]:
+        """Evaluations of models as they were trained."""
+        return [source for source in self.of("eval") if "at inference" not in str(source.system)]
+
     def needle_notes(self) -> list[str]:
         """What scores of needles rest on: the keys that were asked for, and needle documents in the training text."""
-        asked = self.of("eval", "niah")
+        asked = [source for source in self.evaluated() if source.detail == "niah"]
         odd = [s for s in asked if (s.content.get("settings") or {}).get("keys") == "odd"]
         notes = []
         if odd:

@@ -16,7 +16,7 @@ from ccq.report.collect import Collection, Source, longest, text_of_gate
 from ccq.report.document import Figure, Panel
 from ccq.report.numbers import Results, once
 from ccq.report.paper import Paper
-from ccq.report.systems import WITH_CONVOLUTION, System, scale_label
+from ccq.report.systems import WITH_CONVOLUTION, System, scale_label, tokens_label
 
 # Okabe and Ito's palette; INK becomes the page's own text colour, the others a lighter tone on a dark page
 INK, GREY = "#000000", "#7f7f7f"
@@ -62,12 +62,20 @@ VARIANTS = {
     "gla-current-key": (SKY, ":", "X"),
     "deltanet": (ORANGE, ":", "v"),
 }
+# lines and markers of other variants, in the colour of their system; and of other systems
+ASIDE = (("-.", "v"), (":", "^"), ("-.", "<"), (":", ">"), ("-.", "*"), (":", "X"), ("-.", "h"))
 OTHERS = ((PURPLE, "-", "P"), (GREEN, "--", "X"), (GREY, "-", "*"), (SKY, "-.", "d"))
 
 
 def line_of(system: System) -> dict[str, Any]:
     known = LINES | VARIANTS | {f"{name}, {WITH_CONVOLUTION}": (*LINES[name][:2], "+") for name in LINES}
-    colour, line, marker = known.get(system.key) or OTHERS[sum(map(ord, system.key)) % len(OTHERS)]
+    chance = sum(map(ord, system.key))
+    if system.key in known:
+        colour, line, marker = known[system.key]
+    elif system.name in LINES:
+        colour, (line, marker) = LINES[system.name][0], ASIDE[chance % len(ASIDE)]
+    else:
+        colour, line, marker = OTHERS[chance % len(OTHERS)]
     return {"color": colour, "ls": line, "marker": marker, "ms": 4, "lw": 1.6}
 
 
@@ -267,7 +275,7 @@ def draw_curves(lines: list[tuple[System, list, list]], ylabel: str) -> Callable
             axes.set_xscale("log", base=2)
             axes.minorticks_off()
         axes.set_xticks(ticks[:: max(1, len(ticks) // 5)])
-        axes.set_xticklabels([f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks[:: max(1, len(ticks) // 5)]])
+        axes.set_xticklabels([tokens_label(n) for n in ticks[:: max(1, len(ticks) // 5)]])
         axes.set(xlabel="tokens", ylabel=ylabel)
 
     return draw
@@ -462,7 +470,7 @@ def throughput(found: Collection) -> Figure | None:
             axes.plot(*zip(*points, strict=True), **line_of(system))
         axes.set_xscale("log", base=2)
         ticks = sorted({row["length"] for row in rows})
-        axes.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+        axes.set_xticks(ticks, [tokens_label(n) for n in ticks])
         axes.minorticks_off()
         axes.set(xlabel="tokens of a sequence", ylabel="thousand tokens/s", ylim=(0, None))
 

@@ -167,12 +167,12 @@ POSSIBLE = {"perplexity": (1.0, math.inf)}  # by how samples make a score; else 
 
 
 class Results:
-    """Scores of evaluations by system."""
+    """Scores of evaluations by system. A model that was changed at inference is none: it has a table of its own."""
 
     def __init__(self, found: Collection) -> None:
         self.found = found
         self.by_system: dict[System, dict[str, list[Source]]] = {}
-        for source in found.of("eval"):
+        for source in found.evaluated():
             assert source.system is not None
             self.by_system.setdefault(source.system, {}).setdefault(source.detail, []).append(source)
         for source in validations(found):

@@ -14,7 +14,7 @@ from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
 from ccq.report.collect import Collection
 from ccq.report.document import Columns, Details, Document, Equation, Heading, Items, Text, figures_of
 from ccq.report.numbers import Results
-from ccq.report.systems import System, label_of
+from ccq.report.systems import System, label_of, seeds_label
 
 TITLE = "CCQ: a query that is cleaned before it reads"
 WHAT = (
@@ -148,8 +148,12 @@ def what_was_run(found: Collection) -> list[Any]:
         items.append(f"**{plural(len(evals), 'evaluation')}** ({suites}): {counted(models)}")
     analyses = found.of("analysis")
     if analyses:
-        names = Counter(f"{source.detail} of {source.title}" for source in analyses)
-        items.append(f"**{plural(len(analyses), 'analysis', 'analyses')}**: {counted(names)}")
+        seeds: dict[str, list[int | None]] = {}
+        for source in analyses:
+            named = source.title != source.subject  # a model that only has a name may have its seed in it
+            seeds.setdefault(f"{source.detail} of {source.subject}", []).append(source.seed if named else None)
+        told = "; ".join(name + seeds_label(mine) for name, mine in seeds.items())
+        items.append(f"**{plural(len(analyses), 'analysis', 'analyses')}**: {told}")
     benches = found.of("bench")
     if benches:
         machines: dict[str, list[str]] = {}

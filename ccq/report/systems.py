@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,23 @@ def label_of(key: str) -> str:
     """
     name, _, variant = key.partition(", ")
     return System(name, variant).label
+
+
+def seeds_label(seeds: Iterable[int | None]) -> str:
+    """
+    >>> seeds_label([2, None, 2]), seeds_label([0, 1])
+    (', seed 2', ', seeds 0, 1')
+    """
+    known = list(dict.fromkeys(str(seed) for seed in seeds if seed is not None))
+    return f", seed{'s' if len(known) > 1 else ''} {', '.join(known)}" if known else ""
+
+
+def tokens_label(count: int) -> str:
+    """
+    >>> tokens_label(512), tokens_label(4096)
+    ('512', '4K')
+    """
+    return f"{count // 1024}K" if count >= 1024 else str(count)
 
 
 def scale_label(scale: str) -> str:

@@ -10,7 +10,7 @@ from ccq.report.collect import Collection, Source, longest
 from ccq.report.document import Block, Cell, Row, Table
 from ccq.report.numbers import Estimate, Results
 from ccq.report.paper import Column, Paper, eligible, leaders
-from ccq.report.systems import SIZES, System, label_of, scale_label
+from ccq.report.systems import SIZES, System, label_of, scale_label, seeds_label
 
 SMALL_PRINT = (
     "Small print in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
@@ -166,8 +166,7 @@ def config_table(paper: Paper, found: Collection) -> Table:
         config, model, told = runs[0].content, runs[0].content["model"], "\n".join(run.told for run in runs)
         each = config["data"].get("batch", 0) * (config["data"].get("length", 0) or 0)
         tokens = human(each * steps) if config["data"].get("source") == "tokens" else "recall samples"
-        seeds = list(dict.fromkeys(str(run.seed) for run in runs if run.seed is not None))
-        seed = f", seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" if seeds else ""
+        seed = seeds_label(run.seed for run in runs)
         cells = [
             Cell(str(model["num_hidden_layers"]), kind="ours", hover=told),
             Cell(str(model["hidden_size"]), kind="ours", hover=told),

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_results import BENCHMARKS, alignment, evaluation, origin, training_run
+from made_results import BENCHMARKS, alignment, evaluation, origin, text_run, training_run
 
 import ccq.report
 from ccq import cli
@@ -411,7 +411,41 @@ def test_changed_cleaning_stands_under_its_own_scores(tmp_path):
         content["rows"][0]["suites"] = {"niah": {f"niah_single_1/{length}": 1.0 for length in lengths}}
         (tmp_path / f"{seed}.json").write_text(json.dumps(content))
     table = tables_of(page.build(collect([tmp_path])).parts)["intervene"]
-    assert table.head[1:] == [f"niah_single_1/{length}" for length in (512, 1024, 4096, 102400)]
+    assert table.head[1:] == ["S1 512", "S1 1K", "S1 4K", "S1 100K"]
+    assert len(table.blocks[0].rows) == 2  # they are of no run: whether of one model is not known
+
+
+def test_what_a_run_was_asked_with_its_cleaning_changed_is_one_row_and_no_model(tmp_path):
+    from ccq.report import page
+    from ccq.report.collect import collect
+    from ccq.report.docs import tables_of
+
+    run = tmp_path / "ccq_gla_nano_seed0"
+    text_run(run, "ccq_gla_nano", 0, 30.0)
+    evaluation(run / "eval", "niah", {"niah_single_1/4096": (50.0, "mean")}, "model")
+    for part, task in (("passkey", "niah_single_1/4096"), ("others", "niah_single_2/4096")):
+        rows = [
+            {"intervention": name, "suites": {"niah": {task: value}}} for name, value in (("none", 50), ("off", 99))
+        ]
+        folder = run / "intervene" / part
+        evaluation(folder / "off", "niah", {task: (99.0, "mean")}, "model, lam off")
+        content = {"kind": "intervene", "model": {"name": "model"}, "rows": rows, "provenance": origin()}
+        (folder / "intervene.json").write_text(json.dumps(content))
+    tables = tables_of(page.build(collect([tmp_path])).parts)
+    shown = [[cell.text for cell in row.cells] for row in tables["intervene"].blocks[0].rows]
+    assert shown == [["50.00", "50.00"], ["99.00", "99.00"]]
+    needles = [row for block in tables["niah"].blocks if block.title.startswith("Here") for row in block.rows]
+    assert not any("at inference" in row.label.text for row in needles)
+
+
+def test_variants_of_one_system_are_drawn_apart():
+    from ccq.report.figures import legend_of
+    from ccq.report.systems import System
+
+    variants = ("", "text plain", "text no-ruler", "convolution of 4", "lam 0.3")
+    looks = [look for _, *look in legend_of([System("gated-deltanet", variant) for variant in variants])]
+    assert len({colour for colour, *_ in looks}) == 1
+    assert len(set(map(tuple, looks))) == len(variants)
 
 
 def test_the_gates_figure_says_what_text_was_read(everything, tmp_path):
