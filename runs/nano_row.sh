@@ -3,8 +3,8 @@
 #   EVAL=DIR bash runs/nano_row.sh ROW SEED DATA OUT
 # ROW is a system of ccq/recipes.py (gla, gla_unit, ccq_gla, ...), or ROW_conv, the same with a convolution of 4 tokens for
 # q, k and v; DATA a set of runs/prepare_nano.sh with valid/ beside it, EVAL the evaluation data. The rate is the best of
-# three after 25M tokens on validation text, with a seed that is not reported; RATE=2e-3 skips that. What is finished is
-# not run again.
+# three after 25M tokens on validation text, with a seed that is not reported; RATE=2e-3 skips that. REPEAT=-repeat runs a
+# seed once more, beside the first. What is finished is not run again.
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
@@ -35,7 +35,7 @@ print(min(losses, key=losses.get))
 P
 )
 fi
-run=$out/$row-seed$seed
+run=$out/$row-seed$seed${REPEAT:-}
 if [ ! -f "$run/model/config.json" ]; then
   $ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 \
     "${common[@]}"

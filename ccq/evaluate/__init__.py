@@ -96,6 +96,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     if options.stage in ("all", "requests"):
         asked = module.build(options, tokenizer)
         asked.settings |= {"tokenizer_hash": tokenizer_hash(tokenizer), "limit": options.limit}
+        asked.origin = provenance() if options.stage == "requests" else None
         asked.save(requests)
         print(f"{suite}: {len(asked.requests)} requests, {sum(r.length for r in asked.requests):,} tokens")
         if options.stage == "requests":
@@ -112,7 +113,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         if options.again:  # only now: had the data been missing, what is finished would have stayed
             answers_path.unlink(missing_ok=True)
             (out / f"{suite}.json").unlink(missing_ok=True)
-        identity = {
+        identity: dict[str, Any] = {
             "model_hash": model_hash(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "lam": lam_changed(model),
@@ -129,9 +130,10 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
             return done
         size = sum(p.numel() for p in model.parameters())
-        responses = Responses(
-            answers_path, {**identity, "model": name, "class": type(model).__name__, "parameters": size}
-        )
+        identity |= {"model": name, "class": type(model).__name__, "parameters": size}
+        if options.stage == "score":
+            identity["origin"] = provenance()
+        responses = Responses(answers_path, identity)
         ask(model, asked, responses, options, suite)
         if options.stage == "score":
             print(f"Wrote {answers_path}")
@@ -259,6 +261,9 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
         **provenance(),
     }
+    if options.stage == "metrics":  # the origin above is that of the last stage: these say what was asked, and of whom
+        stages = {"requests": asked.origin, "score": identity.get("origin")}
+        result["stages"] = {stage: origin for stage, origin in stages.items() if origin}
     if shared := responses.answers.get("shared_prefill"):
         result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}
     write_rows(options.out / f"{suite}.jsonl", rows)

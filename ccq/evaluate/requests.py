@@ -53,6 +53,7 @@ class RequestSet:
     tokens: np.ndarray  # int32, flat
     requests: list[Request]
     notes: list[str] = field(default_factory=list)
+    origin: dict | None = None  # by what command, where and when, if in a stage of its own
 
     def of(self, request: Request) -> np.ndarray:
         return self.tokens[request.begin : request.end]
@@ -81,6 +82,7 @@ class RequestSet:
             "suite": self.suite,
             "settings": self.settings,
             "notes": self.notes,
+            "origin": self.origin,
             "requests": [lean(request) for request in self.requests],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ class RequestSet:
             ) from error
         if header["format"] != FORMAT:
             raise EvaluationError(f"{path} has format {header['format']}, this version reads {FORMAT}: make it again")
-        return cls(header["suite"], header["settings"], tokens, requests, header["notes"])
+        return cls(header["suite"], header["settings"], tokens, requests, header["notes"], header.get("origin"))
 
 
 def lean(request: Request) -> dict:

@@ -124,12 +124,21 @@ def every(claim: dict, told: str, chosen: Pairing, better: str) -> Verdict:
     runs = min(map(len, pairs.values()))
     ours = f"{signed(min(means))} to {signed(max(means))} at {chosen.where_trained}, {better} on {gains} of "
     ours += f"{len(chosen.where)}, {runs} seed{'s' if runs > 1 else ''}"
+    ours += f", {within([seed_interval(differences) for differences in pairs.values()])}"
     if len(pairs) < len(chosen.where):
         verdict = FEW
     else:
         verdict = FAILS if counts[FAILS] else HOLDS if counts[HOLDS] == len(pairs) else FEW
     detail = f"one by one: {', '.join(f'{v} on {counts[v]}' for v in (HOLDS, FAILS, FEW) if counts[v])}"
     return Verdict(claim, told, ours, verdict, detail + chosen.quick, chosen.sources)
+
+
+def within(bounds: list[tuple[float, float] | None]) -> str:
+    """Of several numbers with an interval over seeds each, where all of these lie."""
+    known = [b for b in bounds if b is not None]
+    if len(known) < len(bounds) or not known:
+        return "no intervals over seeds"
+    return f"intervals over seeds within {interval((min(low for low, _ in known), max(high for _, high in known)))}"
 
 
 def recalls(claim: dict, recall: Recall) -> Verdict:
@@ -466,6 +475,8 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
         verdicts.append((len(further), decide(further, "higher", LEAST_GATE)))
         retrieval, text = (sum(column) / len(means) for column in zip(*means.values(), strict=True))
         name, count = (label, f" ({len(further)} seeds)") if len(further) > 1 else (mine[0].title, "")
+        if bounds := seed_interval(further):
+            count = f", {interval(bounds, 3)} further over {len(further)} seeds"
         texts = " and ".join(dict.fromkeys(text_of_gate(source) for source in mine))
         parts.append(f"{name}: {retrieval:.3f} against {text:.3f} on {texts}{count}")
     verdict, detail = of_enough_seeds(verdicts)
@@ -516,6 +527,8 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
             told = f"{source.title}: at most {abs(moved[most]):.1f} over {len(lengths)} length"
             told += f"{'s' if len(lengths) > 1 else ''} at which it finds any, up to {max(lengths):,} tokens"
             parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
+        if (bounds := list(switched(runs).values())) and all(bounds):
+            parts.append(f"{mine[0].subject}, from {SWITCHED_FROM:,} tokens on: {within(bounds)}")
     verdict, detail = of_enough_seeds(verdicts)
     return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, distinct(list(changes)))
 
@@ -526,9 +539,9 @@ def needle(name: str) -> tuple[str, int]:
     return task, int(length)
 
 
-def missed(runs: list[tuple[int | None, dict[str, float]]], at_most: float) -> tuple[str, str]:
-    """Of runs of one model (seed, {score: change}): whether the interval over seeds stays within `at_most` at every
-    length that the paper's claim is about."""
+def switched(runs: list[tuple[int | None, dict[str, float]]]) -> dict[str, tuple[float, float] | None]:
+    """Of runs of one model (seed, {score: change}): the interval over seeds of each score at the lengths that the
+    paper's claim is about; None where there are too few."""
     seeds: dict[str, dict[int, list[float]]] = {}  # [score][seed]
     for seed, changes in runs:
         for name, change_ in changes.items():
@@ -536,9 +549,14 @@ def missed(runs: list[tuple[int | None, dict[str, float]]], at_most: float) -> t
                 of_score = seeds.setdefault(name, {})
                 if seed is not None:
                     of_score.setdefault(seed, []).append(change_)
-    if not seeds:
+    return {name: seed_interval([sum(x) / len(x) for x in known.values()]) for name, known in seeds.items()}
+
+
+def missed(runs: list[tuple[int | None, dict[str, float]]], at_most: float) -> tuple[str, str]:
+    """Whether the intervals of `switched` stay within `at_most`."""
+    bounds = list(switched(runs).values())
+    if not bounds:
         return UNTESTABLE, f"it finds none at {SWITCHED_FROM:,} tokens or more, with or without"
-    bounds = [seed_interval([sum(x) / len(x) for x in known.values()]) for known in seeds.values()]
     known_bounds = [b for b in bounds if b is not None]
     if any(low > at_most or high < -at_most for low, high in known_bounds):
         return FAILS, f"at a length the interval over seeds lies beyond {at_most:g}"

@@ -47,20 +47,26 @@ class Source:
     system: System | None = None
     seed: int | None = None
     records: list[dict] = field(default_factory=list)  # of a run: its log
-    origins: list[dict] = field(default_factory=list)  # of a run: one each time that it was begun or went on
+    # of a run: one each time that it was begun or went on; of an evaluation in stages: where the model answered
+    origins: list[dict] = field(default_factory=list)
     number: int = 0  # of its footnote
     tokens: int | None = None  # that the model was trained on, where known; samples, of a run on recall
     text: str = ""  # of a run on text: the fingerprint of its tokens
     needles: float | None = None  # and the share of needle documents among them, where known
     run: Source | None = None  # of an evaluation or analysis: the run that trained its model
+    within: str = ""  # the folder that tells it from another source of the same name
 
     @property
     def name(self) -> str:
         """The path without what is this machine's: a folder and a file at most, and of a run's results the run."""
+        return "/".join(filter(None, (self.within, *self.named.parts)))
+
+    @property
+    def named(self) -> Path:
         path = self.path if self.kind != "run" else self.path / "config.json"
         if self.run is not None and path.is_relative_to(self.run.path):
-            return "/".join((self.run.path.name, *path.relative_to(self.run.path).parts))
-        return "/".join(path.parts[-3 if path.parent.name in ("eval", "analysis") else -2 :])
+            return path.relative_to(self.run.path.parent)
+        return Path(*path.parts[-3 if path.parent.name in ("eval", "analysis") else -2 :])
 
     @property
     def title(self) -> str:
@@ -88,7 +94,20 @@ class Source:
 
     @property
     def hardware(self) -> str:
-        return then(hardware_of(origin) for origin in self.origins or [self.origin])
+        where = then(hardware_of(origin) for origin in self.origins or [self.origin])
+        return f"metrics: {where}" if self.metrics_only else where
+
+    @property
+    def metrics_only(self) -> bool:
+        """Whether an evaluation in stages says where its scores were taken, but not where the model answered."""
+        return not self.origins and "--stage metrics" in self.commands
+
+    @property
+    def commands(self) -> str:
+        """What was typed; of an evaluation in stages, what was asked for and how it was answered."""
+        stages = self.content.get("stages") or {}
+        told = [origin["command"] for origin in stages.values() if origin.get("command")]
+        return ", then ".join(dict.fromkeys(told)) or str(self.origin.get("command") or "")
 
     @property
     def date(self) -> str:
@@ -225,6 +244,11 @@ def collect(paths: Sequence[Path]) -> Collection:
                 seen.add(real)
                 take(file, found)
     identify(found)
+    names = Counter((source.kind, source.name) for source in found.sources)
+    for source in found.sources:
+        if names[source.kind, str(source.named)] > 1:
+            whole = source.path / "config.json" if source.kind == "run" else source.path
+            source.within = "".join(whole.parts[: -len(source.named.parts)][-1:]).strip("/")
     found.sources.sort(
         key=lambda s: (("run", "sweep", "eval", "analysis", "bench").index(s.kind), s.detail, s.name, str(s.path))
     )
@@ -290,7 +314,10 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         content["samples"].get("hash")
         if not content.get("finished", True):
             found.unfinished.append(f"{content['suite']} of {file.parent.name} is not finished.")
-        return Source("eval", content["suite"], file, content)
+        stages = content.get("stages") or {}
+        for origin in stages.values():
+            check({"provenance": origin}, model=False)
+        return Source("eval", content["suite"], file, content, origins=[stages["score"]] if "score" in stages else [])
     if content.get("kind") in ANALYSES:
         check(content)
         return Source("analysis", content["kind"], file, content)

@@ -57,12 +57,16 @@ class Estimate:
     def by_seed(self) -> dict[int | None, float]:
         """A mean for each seed: a run that was repeated, or evaluated twice, counts once. One whose seed is not known
         may be any of them, and counts where there is no other."""
-        seeds: dict[int | None, list[float]] = {}
-        for source, value in zip(self.sources, self.values, strict=True):
-            seeds.setdefault(source.seed, []).append(value)
+        return {seed: sum(values) / len(values) for seed, values in self._of_seeds(self.values).items()}
+
+    def _of_seeds(self, things: list) -> dict[int | None, list]:
+        """What each run has, by the seeds that count."""
+        seeds: dict[int | None, list] = {}
+        for source, thing in zip(self.sources, things, strict=True):
+            seeds.setdefault(source.seed, []).append(thing)
         if len(seeds) > 1:
             seeds.pop(None, None)
-        return {seed: sum(values) / len(values) for seed, values in seeds.items()}
+        return seeds
 
     @property
     def over_seeds(self) -> Interval | None:
@@ -77,11 +81,11 @@ class Estimate:
 
     @property
     def over_samples(self) -> Interval | None:
-        """Of one run its own; of several the mean of their bounds."""
-        known = [interval for interval in self.samples if interval is not None]
-        if len(known) < len(self.values):
+        """Of one run its own; of several runs of a seed, and of several seeds, the mean of their bounds."""
+        seeds = self._of_seeds(self.samples).values()
+        if any(interval is None for runs in seeds for interval in runs):
             return None
-        return mean_bounds(known)
+        return mean_bounds([mean_bounds(runs) for runs in seeds])
 
 
 def seed_differences(one: Estimate, two: Estimate) -> dict[int | None, float]:

@@ -235,13 +235,12 @@ def source_table(found: Collection) -> Table:
             model += f", seed {source.seed}"
         versions = source.origin.get("versions") or {}
         packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("ccq", "torch", "triton", "fla-core"))
-        command = source.origin.get("command")
         rows.append(
             Row(
                 Cell(f"{source.number}"),
                 [
                     Cell(what, model),
-                    Cell(source.name, f"`{command}`" if command else ""),
+                    Cell(source.name, f"`{source.commands}`" if source.commands else ""),
                     Cell(source.commit, packages),
                     Cell(source.hardware),
                     Cell(source.date),
@@ -249,7 +248,13 @@ def source_table(found: Collection) -> Table:
             )
         )
     head = ["", "what", "file", "commit", "hardware", "date"]
-    return Table("Where the numbers come from", head, [Block("", rows)], stack=True, name="sources")
+    notes = []
+    if any(source.metrics_only for source in found.sources):
+        notes.append(
+            "metrics: where scores were taken from a model's answers. These files do not say where it gave them (the "
+            "run that trained it is beside them); what it was asked is in their `settings`."
+        )
+    return Table("Where the numbers come from", head, [Block("", rows)], notes, stack=True, name="sources")
 
 
 def recall_table(results: Results) -> Table | None:

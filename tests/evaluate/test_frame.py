@@ -375,6 +375,9 @@ def test_stages_equal_one_call(llama, tokenizer, data, tmp_path, suite):
     staged = evaluate(None, tokenizer, suite, three)
     assert staged["limit"] == whole["limit"]
     assert staged["scores"] == whole["scores"]
+    assert list(staged["stages"]) == ["requests", "score"]  # what was asked, and where it was answered
+    assert all(origin["command"] and origin["versions"]["torch"] for origin in staged["stages"].values())
+    assert "stages" not in whole
     assert (tmp_path / "one" / f"{suite}.jsonl").read_text() == (tmp_path / "three" / f"{suite}.jsonl").read_text()
 
 

@@ -343,7 +343,7 @@ def test_copies_of_a_gate_analysis_are_one_seed(tmp_path):
         gate(tmp_path / f"seed{seed}" / "gate.json", seed, [0.4, 0.41], text="book.txt")
     told = judged(tmp_path)[GATE]
     assert told.verdict == claims.HOLDS
-    assert "on our filler and the text book.txt (3 seeds)" in told.ours
+    assert "on our filler and the text book.txt, [+0.197, +0.210] further over 3 seeds" in told.ours
 
 
 def test_a_run_made_again_is_no_further_weight_and_no_further_model(tmp_path):
@@ -430,6 +430,7 @@ def test_numbers_and_uuids_are_judged_apart_from_the_pass_key(tmp_path):
     assert "at most 0.0 over 2 lengths" in found[SWITCHED].ours
     others = found["... nor by one that finds numbers and uuids (S-NIAH-2 and 3)"]
     assert others.verdict == claims.FAILS
+    assert "CCQ-GLA, nano, from 4,096 tokens on: intervals over seeds within [−10.00, +0.00]" in others.ours
     assert "at most 10.0 over 2 lengths at which it finds any, up to 16,384 tokens" in others.ours
 
 

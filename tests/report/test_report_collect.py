@@ -200,6 +200,45 @@ def test_of_a_seed_only_equal_weights_and_declared_repeats_are_averaged(tmp_path
     assert note == "gla-nano-seed0 other/niah.json, of the same seed, is left out: other weights, or another rate"
 
 
+def test_a_seed_that_was_run_twice_counts_once_over_samples_too(tmp_path):
+    group = "niah_single_1/1024"
+    for name, value in (("seed0", 40.0), ("seed0-repeat", 60.0), ("seed1", 90.0)):
+        model = {"name": f"gla-nano-{name}", "hash": name}
+        evaluation(tmp_path / name, "niah", {group: (value, "mean")}, model["name"], n=100, model=model)
+    estimate = Results(collect([tmp_path])).estimate(System("gla", "", "nano"), f"niah:{group}")
+    assert estimate.value == 70
+    low, high = ([bounds[at] for bounds in estimate.samples] for at in (0, 1))
+    names = [source.path.parent.name for source in estimate.sources]
+    weights = [0.5 if name == "seed1" else 0.25 for name in names]
+    for at, bounds in enumerate((low, high)):
+        assert estimate.over_samples[at] == pytest.approx(sum(w * b for w, b in zip(weights, bounds, strict=True)))
+
+
+def test_sources_of_one_name_say_their_folder(tmp_path):
+    for text in ("plain", "needles"):
+        evaluation(tmp_path / text / "gla-nano-seed0" / "eval", "niah", ONE, "model")
+    evaluation(tmp_path / "plain" / "gla-nano-seed1" / "eval", "niah", ONE, "model")
+    assert [source.name for source in collect([tmp_path]).sources] == [
+        "gla-nano-seed1/eval/niah.json",
+        "needles/gla-nano-seed0/eval/niah.json",
+        "plain/gla-nano-seed0/eval/niah.json",
+    ]
+
+
+def test_of_an_evaluation_in_stages_it_is_said_where_the_model_answered(tmp_path):
+    metrics = "ccq eval gla --stage metrics"
+    evaluation(tmp_path / "old", "niah", ONE, "gla-nano-seed0", command=metrics, gpu=None, cpu="Some CPU", cores=2)
+    stages = {
+        "requests": {"command": "ccq eval gla --limit 9 --stage requests", "cpu": "Some CPU"},
+        "score": {"command": "ccq eval gla --stage score", "gpu": "Some GPU", "commit": "beef" * 10},
+    }
+    evaluation(tmp_path / "new", "niah", ONE, "gla-nano-seed1", command=metrics, stages=stages)
+    new, old = collect([tmp_path]).sources
+    assert (old.hardware, old.commands) == ("metrics: Some CPU, 2 cores", metrics)
+    assert (new.hardware, new.commit) == ("Some GPU", "beefbee")
+    assert new.commands == "ccq eval gla --limit 9 --stage requests, then ccq eval gla --stage score"
+
+
 def test_what_needles_rest_on_is_said(tmp_path):
     from ccq.report.docs import tables_of
     from ccq.report.page import build
