@@ -161,10 +161,11 @@ def test_graph_steps_equal_plain_steps(system, cpu_graphs):
     plain = model(ids[:, :10]).past_key_values
     cache = copy.deepcopy(plain)
     before = [x.data_ptr() for x in torch.utils._pytree.tree_leaves(plain.states)]
+    rounding = 1e-5 if system == "transformer" else 0  # attention over buffers of other sizes may sum in another order
     for t in range(10, 40):
         ref = model(ids[:, t : t + 1], past_key_values=plain).logits
         got = model(ids[:, t : t + 1], past_key_values=cache, graph_length=40).logits
-        torch.testing.assert_close(got, ref, rtol=0, atol=0)
+        torch.testing.assert_close(got, ref, rtol=0, atol=rounding * ref.abs().max().item())
     assert cache.graph is not None
     assert cache.get_seq_length() == 40
     assert cache.lengths.tolist() == [40, 40]
