@@ -35,7 +35,10 @@ def bare(linear: nn.Module) -> bool:
 
 def watched(module: nn.Module) -> bool:
     """Whether somebody has hooked something to a module, or put a forward of their own into it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks) or "forward" in module.__dict__
 
 
 def plain(linear: nn.Linear, dtype: torch.dtype) -> bool:

@@ -102,7 +102,7 @@ class CCQCache(Cache):
 
     def to(self, device: torch.device | str) -> CCQCache:
         """The cache on another device: offloaded with `.to("cpu")`, and back."""
-        return self.map(lambda x: x.to(device))
+        return self.map(lambda x: x.to(device, copy=True))  # a copy where it is there already too: steps are in place
 
     def select(self, indices: Int[Tensor, " M"]) -> CCQCache:
         """Sequences `indices`, in that order, repeats allowed."""

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from ccq.mixers import LayerState, Sequences, make_mixer
-from ccq.mixers.linear import bare
+from ccq.mixers.linear import bare, watched
 from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
@@ -177,7 +177,9 @@ class CCQModel(CCQPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         x = self.embed(input_ids, inputs_embeds)
         cache = self.cache_for(past_key_values, use_cache)
-        if cache is not None and decodes(x, attention_mask, cu_seqlens, cache) and not output_hidden_states:
+        one = cache is not None and decodes(x, attention_mask, cu_seqlens, cache) and not output_hidden_states
+        if one and not self.step_is_watched():
+            assert cache is not None
             cache.make_room([layer.mixer for layer in self.blocks()])
             hidden = self.step(x[:, 0], cache.states, cache.rows)[:, None]
             cache.seen += 1
@@ -204,6 +206,11 @@ class CCQModel(CCQPreTrainedModel):
 
     def blocks(self) -> list[Block]:
         return list(self.layers)  # type: ignore[arg-type]
+
+    def step_is_watched(self) -> bool:
+        """Whether somebody waits for a call of a module for which `step` stands in: hooks, FSDP, offloading."""
+        stands_in = (m for block in self.blocks() for m in (block, *block.mixer.modules()) if hasattr(m, "step"))
+        return any(map(watched, stands_in))
 
     def step(
         self, x: Float[Tensor, "B D"], states: list[LayerState], lengths: Int[Tensor, " B"]
@@ -428,6 +435,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             raise ValueError(
                 "attention_mask: expected every prompt to end in the last column: pad on the left, and leave none empty"
             )
+        kwargs.pop("tokenizer", None)  # for stop_strings and token healing; transformers leaves it among the model's
         return super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,
             attention_mask=attention_mask,
@@ -447,6 +455,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         **arguments: Any,
     ) -> Any:
         """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""
+        arguments.pop("tokenizer", None)
         if arguments.get("graph_length") is None:
             arguments["graph_length"] = generation_config.max_length
         if generation_config.prefill_chunk_size is not None and arguments.get("past_key_values") is None:

@@ -74,9 +74,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "the loss of a model has no second derivative (create_graph=True): take F.cross_entropy of its logits"
             )
         d_hidden, d_weight = ctx.saved_tensors
-        return (
-            None if d_hidden is None else d_hidden * d_total.to(d_hidden.dtype),
-            None if d_weight is None else d_weight * d_total.to(d_weight.dtype),
+        return (  # d_total, a scalar in fp32, is not rounded to their dtype before it multiplies
+            None if d_hidden is None else d_hidden * d_total,
+            None if d_weight is None else d_weight * d_total,
             None,
         )
 

@@ -181,7 +181,8 @@ class Run:
         self.source, self.valid = train_source(config, checksums=False), valid_source(config, checksums=False)
         self.accumulate = accumulation(config, world.size)
         self.trainer = Trainer(config, world)
-        self.curve = pure_decay(config) if self.trainer.gates.cleaners else None
+        cleaners = self.trainer.gates.cleaners
+        self.curve = pure_decay(config) if any(cleaner.has_gate for cleaner in cleaners) else None
         self.tokenizer = tokenizer_of(run) if config.system.sample_every else None
         self.flops = flops_per_token(config)
         self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
@@ -270,8 +271,9 @@ class Run:
         if peak is not None:
             values["mfu"] = rate * self.flops / peak
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
-        if self.curve is not None:
+        if self.trainer.gates.cleaners:
             values["lam"] = self.trainer.gates.means(self.world)
+        if self.curve is not None:
             values["lam_of_decay_alone"] = float(self.curve[step])
         left = self.seconds / self.timed * (self.config.steps - step)
         self.log.record(step, seconds_left=left, **values)

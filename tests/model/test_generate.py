@@ -497,3 +497,39 @@ def test_a_forward_of_ones_own_keeps_a_model_out_of_graphs(cpu_graphs):
     linear = model.model.layers[0].mlp.up_proj
     linear.forward = lambda x: x
     assert "a forward put into it" in graphs.refusal(model)
+
+
+@few_systems
+def test_what_is_hooked_to_a_block_runs_at_every_token(system):
+    model, prompt = make_model(system), tokens(1, 9)
+    steer = torch.randn(model.config.hidden_size)
+    calls = []
+
+    def hook(module, inputs, output):
+        calls.append(1)
+        return output[0] + steer, *output[1:]
+
+    model.model.layers[0].register_forward_hook(hook)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(prompt, **how)
+    assert len(calls) == 6
+    assert torch.equal(cached, model.generate(prompt, use_cache=False, **how))
+
+
+def test_strings_that_stop():
+    import ccq
+
+    model, tokenizer = ccq.load("ccq-gla-pico")
+    prompt = tokenizer("It was a cold day", return_tensors="pt")
+    whole = model.generate(**prompt, max_new_tokens=40, do_sample=False)
+    stopped = model.generate(**prompt, max_new_tokens=40, do_sample=False, stop_strings=[" "], tokenizer=tokenizer)
+    assert stopped.shape[1] < whole.shape[1]
+    assert torch.equal(stopped, whole[:, : stopped.shape[1]])
+
+
+def test_a_backward_hook_of_the_head_runs():
+    model, ids, calls = make_model("ccq-gla"), tokens(2, 12), []
+    model.lm_head.register_full_backward_hook(lambda *arguments: calls.append(1))
+    with torch.enable_grad():
+        model(ids, labels=ids).loss.backward()
+    assert calls == [1]
