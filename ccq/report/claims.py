@@ -415,7 +415,8 @@ def alignment(claim: dict, found: Collection, results: Results, paper: Paper) ->
         part = source.content["points"]["projection"]["top"]["16"]
         gap, prompts = part[claim["group"]], len(source.content.get("prompts") or ())
         verdicts.append(gap_verdict(part, gap, prompts, by_layer=claim["group"] == "unique"))
-        gaps.append(gap)
+        if verdicts[-1][0] != UNTESTABLE:
+            gaps.append(gap)
         bounds = mean_interval(gap["mean"], gap["error_of_mean"], prompts)
         spread = "" if bounds is None else f" ± {(bounds[1] - bounds[0]) / 2:.3f} over prompts"
         mean = "not known" if gap["mean"] is None else f"{signed(gap['mean'], 3)}{spread}"
@@ -423,9 +424,9 @@ def alignment(claim: dict, found: Collection, results: Results, paper: Paper) ->
     verdict, detail = together(verdicts)
     means = [gap["mean"] for gap in gaps if gap["mean"] is not None]
     short = ""
-    if len(sources) > 1 and means:
+    if len(gaps) > 1 and means:
         negative, layers = sum(gap["negative_layers"] for gap in gaps), sum(len(gap["by_layer"]) for gap in gaps)
-        short = f"negative at {negative} of {layers} layers of {len(sources)} models, whose means are "
+        short = f"negative at {negative} of {layers} layers of {len(gaps)} models, whose means are "
         short += f"{signed(min(means), 3)} to {signed(max(means), 3)}"
     return Verdict(claim, claim["paper"], "; ".join(parts), verdict, detail, sources, short)
 

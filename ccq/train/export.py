@@ -64,7 +64,7 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
             model.generation_config.bos_token_id = model.config.bos_token_id
             model.generation_config.pad_token_id = model.config.pad_token_id
     try:
-        with whole_folder(out, last="config.json", instead_of="*.safetensors*") as partial:
+        with whole_folder(out, last="config.json", instead_of="model*.safetensors*") as partial:
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             model.save_pretrained(partial)

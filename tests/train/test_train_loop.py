@@ -464,12 +464,14 @@ def test_an_export_replaces_the_one_before_and_nothing_else(text_run, tmp_path):
     (out / "model.safetensors").rename(out / "model-00001-of-00002.safetensors")  # transformers cuts large ones
     (out / "model.safetensors.index.json").write_text("{}")
     (out / "README.md").write_text("mine")
+    (out / "adapter_model.safetensors").write_bytes(b"mine too")
     (tmp_path / "out.partial").mkdir()  # of a process that was killed
     (tmp_path / "out.partial" / "config.json").write_text("{")
     assert cli.main(["export", str(text_run[1]), str(out)]) == 0
     assert cli.main(["export", str(text_run[1]), str(tmp_path / "fresh")]) == 0
     found, fresh = files_of(out), files_of(tmp_path / "fresh")
     assert found.pop(Path("README.md")) == b"mine"
+    assert found.pop(Path("adapter_model.safetensors")) == b"mine too"
     assert found == fresh
     assert {path.name for path in tmp_path.iterdir()} == {"out", "fresh"}
 
