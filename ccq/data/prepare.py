@@ -70,9 +70,10 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
     workers: processes that encode; None for one a core, 0 to encode in this one.
     """
     out = Path(out)
-    for name, value in (("shard_tokens", what.shard_tokens), ("max_tokens", what.max_tokens)):
-        if value is not None and value < 1:
-            raise DataError(f"{name} must be at least 1, got {value}")
+    for name, value, least in (("shard_tokens", what.shard_tokens, 1), ("max_tokens", what.max_tokens, 1),
+                               ("skip", what.skip, 0), ("workers", workers, 0)):  # fmt: skip
+        if value is not None and value < least:
+            raise DataError(f"{name} must be at least {least}, got {value}")
     tokenizer = load_tokenizer(what.tokenizer)
     vocab_size = vocabulary(tokenizer)
     dtype = token_dtype(vocab_size)
@@ -105,7 +106,7 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
     }
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        if (out / INDEX).exists():
+        if (out / INDEX).exists() and begun(out):
             index = continued(index, out)
             if index["complete"]:
                 return index
@@ -117,6 +118,12 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
         with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:
             write_shards(what, index, out, encoders, dtype, progress)
     return index
+
+
+def begun(out: Path) -> bool:
+    """Whether a call before this one left more than an index: one that failed at once is not gone on with."""
+    found = read_index(out)
+    return bool(found["complete"] or found["shards"] or any(out.glob("shard-*.bin")))
 
 
 def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -173,6 +173,15 @@ class Inputs:
             yield Piece(file.name, rest, True, next, behind + file.bytes)
 
     def _of_parquet(self, file: File, number: int, start: int, behind: int) -> Iterator[Piece]:
+        import pyarrow
+
+        try:
+            yield from self._rows_of_parquet(file, number, start, behind)
+        except (pyarrow.ArrowException, OSError) as error:
+            line = (str(error).strip() or "?").splitlines()[0]
+            raise DataError(f"{file.path} is damaged: {line}") from error
+
+    def _rows_of_parquet(self, file: File, number: int, start: int, behind: int) -> Iterator[Piece]:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(file.path) as table:

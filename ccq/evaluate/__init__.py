@@ -97,7 +97,8 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         asked = module.build(options, tokenizer)
         asked.settings |= {"tokenizer_hash": tokenizer_hash(tokenizer), "limit": options.limit}
         asked.origin = provenance() if options.stage == "requests" else None
-        asked.save(requests)
+        if options.stage == "requests":
+            asked.save(requests)
         print(f"{suite}: {len(asked.requests)} requests, {sum(r.length for r in asked.requests):,} tokens")
         if options.stage == "requests":
             print(f"Wrote {requests}")
@@ -110,7 +111,9 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
         responses = Responses(answers_path, {})
     else:
-        if options.again:  # only now: had the data been missing, what is finished would have stayed
+        check_vocabulary(model, asked)
+        check_positions(model, asked)
+        if options.again:  # only now: what is finished stays where the new run cannot begin
             answers_path.unlink(missing_ok=True)
             (out / f"{suite}.json").unlink(missing_ok=True)
         identity: dict[str, Any] = {
@@ -134,6 +137,8 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         if options.stage == "score":
             identity["origin"] = provenance()
         responses = Responses(answers_path, identity)
+        if options.stage == "all":
+            asked.save(requests)
         ask(model, asked, responses, options, suite)
         if options.stage == "score":
             print(f"Wrote {answers_path}")
@@ -163,7 +168,6 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
         return
     if len(fresh) < len(set(keys.values())):
         print(f"{suite}: resumed, {len(set(keys.values())) - len(fresh)} of {len(set(keys.values()))} answered before")
-    check_vocabulary(model, asked)
     engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
     check_length(model, asked, engine.recurrent)
     todo = list(fresh.values())
@@ -196,15 +200,17 @@ def position_limit(config) -> int | None:
     return None
 
 
-def check_length(model, asked: RequestSet, recurrent: bool) -> None:
-    longest = asked.longest() - 1  # the last token is predicted, never read
-    config = model.config
-    limit = position_limit(config)
+def check_positions(model, asked: RequestSet) -> None:
+    longest, limit = asked.longest() - 1, position_limit(model.config)  # the last token is predicted, never read
     if limit is not None and longest > limit:
         raise EvaluationError(
             f"the longest request has {longest} tokens, and {type(model).__name__} has learned positions "
             f"for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
         )
+
+
+def check_length(model, asked: RequestSet, recurrent: bool) -> None:
+    longest, config = asked.longest() - 1, model.config
     context = getattr(config, "max_position_embeddings", None)
     if isinstance(context, int) and longest > context and not recurrent:
         warnings.warn(

@@ -131,6 +131,11 @@ class Config:
             raise RunError(f"model.{error}") from None
         if self.data.source == "mqar" and not self.data.slices:
             raise RunError("data.slices: expected one kind of sample at least, got none")
+        if self.data.source == "mqar" and (self.data.path or self.data.valid_path):
+            raise RunError(
+                "data.path: this recipe makes recall samples and reads no text; to train it on text, add --data.source "
+                "tokens and the --model.vocab-size of its tokenizer"
+            )
         if self.system.workers not in (0, 1):
             raise RunError(f"system.workers: expected 0 or 1, got {self.system.workers}")
         for name, value, least in (

@@ -535,8 +535,13 @@ def sweep(options: argparse.Namespace) -> int:
     for row in options.rows:
         if row not in ROWS:
             raise RunError(f"--rows: there is no {row!r}.{nearest(row, ROWS)} Rows are {', '.join(ROWS)}.")
-    options.steps = options.steps or TIERS[tier][0]
-    options.seeds = tuple(options.seeds or TIERS[tier][1])
+    options.steps = TIERS[tier][0] if options.steps is None else options.steps
+    options.seeds = tuple(dict.fromkeys(options.seeds or TIERS[tier][1]))
+    options.rates = tuple(dict.fromkeys(options.rates))
+    for name, value, least in (("steps", options.steps, 1), ("test-samples", options.test_samples, 1),
+                               ("workers", options.workers, 0)):  # fmt: skip
+        if value < least:
+            raise RunError(f"--{name}: expected at least {least}, got {value}")
     options.changes = tuple(change(text) for text in options.set)
     with folder.locked(out):
         chosen = {}
@@ -546,7 +551,12 @@ def sweep(options: argparse.Namespace) -> int:
             chosen = read_chosen(out / "mqar_rows.json", options.rows, options.size)
         groups = groups_of(tier, options, chosen)
         for group in groups:
-            group[0].config()  # refuse now what no run can have
+            try:
+                config = group[0].config()  # refuse now what no run can have
+            except (AttributeError, TypeError) as error:
+                raise RunError(f"--set: {error}") from None
+            if not config.data.valid_slices:
+                raise RunError("data.valid_slices: expected one kind of sample at least: rates are chosen on them")
         check_test_samples(groups, out, options.test_samples)
         todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
         todo = [group for group in todo if group]
