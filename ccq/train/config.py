@@ -79,6 +79,8 @@ class System:
     """keep the inputs of layers only, and compute the rest again in the backward"""
     compile: bool = False
     """torch.compile each layer"""
+    capture: bool = True
+    """replay the step as a CUDA graph: on one GPU, where shapes are fixed, without the two above"""
     device: str | None = None
     """cuda or cpu; none: a GPU if there is one"""
     workers: int = 0

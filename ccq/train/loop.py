@@ -10,19 +10,21 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ccq.data import DataError
 from ccq.data.batches import IGNORE, Batch, Steps, iterating
 from ccq.data.counter import key_of
 from ccq.doctor import check_cpu_bf16
 from ccq.train import RunError, folder
+from ccq.train.captured import DeviceStep
 from ccq.train.checkpoint import Checkpoints, folder_of, newest
 from ccq.train.config import Config
 from ccq.train.data import accumulation, train_source, valid_source
@@ -59,6 +61,7 @@ class Trainer:
         self.model = self.prepared.model
         self.optimizer = make_optimizer(self.prepared.masters, decay, config.optimizer)
         self.gates = Gates(self.model)
+        self.on_device = DeviceStep(self) if world.size == 1 and world.device.type == "cuda" else None
         self.progress = {"step": 0, "skipped": 0, "in_a_row": 0}
 
     def state(self) -> dict[str, Any]:
@@ -87,14 +90,31 @@ class Trainer:
         local_scored = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
         scored, tokens = world.total(local_scored, sum(batch.input_ids.numel() for batch in batches))
 
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        if self.on_device is not None:
+            mean, norm = self.on_device(batches, int(scored), lr)
+            ok = math.isfinite(mean) and math.isfinite(norm)
+        else:
+            mean, norm, ok = self.by_host(batches, int(scored), lr)
+        self.progress["step"] += 1
+        self.progress["skipped"] += not ok
+        self.progress["in_a_row"] = 0 if ok else self.progress["in_a_row"] + 1
+        return Done(mean, norm, lr, int(tokens), int(scored), ok)
+
+    def backward(self, batches: Sequence[Batch], scored: int | Tensor) -> Tensor:
+        """Gradients of this rank's micro-batches, and its part of the loss: a sum over tokens divided by `scored`."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for batch in batches:
-            out = call(self.model, batch, world.device)
-            loss = out.loss * out.scored / max(scored, 1)
+            out = call(self.model, batch, self.world.device)
+            loss = out.loss * out.scored / scored
             loss.backward()
             total += loss.detach()
-        self.prepared.sum_whole()
+        return total
 
+    def by_host(self, batches: list[Batch], scored: int, lr: float) -> tuple[float, float, bool]:
+        """Loss, norm, and whether the step was taken: the host decides, since it knows what other ranks found."""
+        world, clip = self.world, self.config.optimizer.clip
+        total = self.backward(batches, max(scored, 1))
+        self.prepared.sum_whole()
         gradients = self.prepared.gradients()
         shards, whole = (x.to(world.device) for x in squared_norms(gradients))
         here = torch.stack([total, shards, whole]).tolist()  # the one place where the host waits for the device
@@ -102,7 +122,6 @@ class Trainer:
         norm = math.sqrt(squares + here[2])
         ok = math.isfinite(mean) and math.isfinite(norm)
         if ok:
-            clip = config.optimizer.clip
             if clip is not None and norm > clip:
                 scale_(gradients, clip / norm)
             for group in self.optimizer.param_groups:
@@ -110,10 +129,8 @@ class Trainer:
             self.optimizer.step()
             self.prepared.refresh()
         self.optimizer.zero_grad()
-        self.progress["step"] += 1
-        self.progress["skipped"] += not ok
-        self.progress["in_a_row"] = 0 if ok else self.progress["in_a_row"] + 1
-        return Done(mean, norm, lr, int(tokens), int(scored), ok)
+        self.gates.latest = self.gates.collect()
+        return mean, norm, ok
 
 
 def train(config: Config, run: Path) -> int:
@@ -134,6 +151,7 @@ def train(config: Config, run: Path) -> int:
             return 0
         checkpoints = Checkpoints(run / folder.CHECKPOINTS, world, config.system.keep)
         try:
+            stack.enter_context(own_stream(world))
             return Run(config, run, world, log, checkpoints).train()
         except (DataError, OSError) as error:  # a missing shard, a full disk
             raise RunError(f"{error}. {checkpoints.left()}") from error
@@ -151,6 +169,13 @@ def train(config: Config, run: Path) -> int:
             ) from error
         finally:
             log.close()
+
+
+def own_stream(world: World) -> Any:
+    """One GPU works on a stream of its own: the default one cannot be captured, and weights belong to one stream."""
+    if world.size > 1 or world.device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(world.device))
 
 
 def on_main(world: World, action: Callable[[], Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.data.batches import IGNORE, Batch
@@ -90,19 +91,25 @@ class Gates:
 
     def __init__(self, model: nn.Module) -> None:
         self.cleaners = [m for m in model.modules() if isinstance(m, QueryCleaner) and m.clean]
+        self.recording = False
+        self.latest: Float[Tensor, " layers"] | None = None  # what `collect` found in the last step
 
     def record(self, on: bool) -> None:
+        self.recording = on and bool(self.cleaners)
         for cleaner in self.cleaners:
             cleaner.record = on
 
-    def means(self, world: World) -> list[float]:
-        """Mean lam of each layer in the last forward, over tokens, heads and ranks."""
+    def collect(self) -> Float[Tensor, " layers"] | None:
+        """Mean lam of each layer in the last forward of this rank, over tokens and heads; it is forgotten there."""
         local: list[Tensor] = [c.lam.double().mean() for c in self.cleaners if c.lam is not None]
         for cleaner in self.cleaners:
             cleaner.lam = None
-        if not local:
-            return []
-        return [x / world.size for x in world.total(*torch.stack(local).tolist())]
+        return torch.stack(local) if local else None
+
+    def means(self, world: World) -> list[float]:
+        """The same of the last step, over ranks."""
+        latest, self.latest = self.latest, None
+        return [] if latest is None else [x / world.size for x in world.total(*latest.tolist())]
 
 
 def sample(model: Any, config: Config, world: World, tokenizer: Any, step: int) -> str:

@@ -25,13 +25,13 @@ from ccq.data.batches import IGNORE
 from ccq.data.mqar import MQAR
 from ccq.model.loss import linear_cross_entropy, outer
 from ccq.ops.reference import stats_dtype
+from ccq.train.captured import WARM_UP, DeviceUpdate
 from ccq.train.config import Config
 from ccq.train.data import mqar
 from ccq.train.loop import Trainer
 from ccq.train.optimizer import learning_rate, squared_norms
 from ccq.train.world import World
 
-WARM_UP = 2  # steps of each kind before the capture: kernels are compiled and tuned, libraries make their workspaces
 EVALUATED = 65_536  # tokens that are evaluated at once
 
 
@@ -108,9 +108,9 @@ class RecallRun:
             self.trainer = Trainer(config, World(0, 1, device))
             self.model = self.trainer.model
             cleaners = self.trainer.gates.cleaners
-            self.rates = torch.tensor([learning_rate(n, config) for n in range(config.steps)], device=device)
-            self.lr = torch.zeros((), device=device)
-            self.not_finite = torch.zeros((), device=device)
+            rates = [learning_rate(n, config) for n in range(config.steps)]
+            self.rates = torch.tensor(rates, dtype=torch.float64, device=device)
+            self.update = DeviceUpdate(self.trainer)
             self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step
             self.taken = [torch.zeros_like(self.at) for _ in data.order]  # batches of each slice
             self.losses = torch.zeros(config.steps, dtype=torch.float64, device=device)
@@ -190,7 +190,7 @@ class RecallRun:
 
     def step(self, number: int) -> None:
         """One step on the next batch of slice `number`; nothing here waits for a GPU."""
-        trainer, clip = self.trainer, self.config.optimizer.clip
+        trainer = self.trainer
         index = self.data.order[number].index_select(0, self.taken[number])[0]
         hidden, answers = self.queries(self.data.train[number], index)
         total, scored = linear_cross_entropy(hidden, self.model.lm_head.weight, answers)
@@ -199,40 +199,16 @@ class RecallRun:
         with torch.no_grad():
             gradients = trainer.prepared.gradients()
             norm = squared_norms(gradients)[1].sqrt()
-            finite = loss.isfinite() & norm.isfinite()
-            if clip is not None:
-                factor = (clip / norm).clamp(max=1).to(gradients[0].dtype)
-                torch._foreach_mul_(gradients, factor)
-            self.update(finite)
-            trainer.optimizer.zero_grad()
+            self.update.lr.copy_(self.rates.index_select(0, self.at)[0])
+            finite = self.update(gradients, loss, norm)
             self.losses.index_copy_(0, self.at, loss.detach().double().view(1))
             self.norms.index_copy_(0, self.at, norm.view(1))
-            if trainer.gates.cleaners:
-                lam = torch.stack([c.lam.double().mean() for c in trainer.gates.cleaners if c.lam is not None])
-                self.lams.index_copy_(0, self.at, lam[None])
-                for cleaner in trainer.gates.cleaners:
-                    cleaner.lam = None
+            lams = trainer.gates.collect()
+            if lams is not None:
+                self.lams.index_copy_(0, self.at, lams[None])
             self.skipped += ~finite
             self.at += 1
             self.taken[number] += 1
-
-    def update(self, finite: Tensor) -> None:
-        """AdamW's step, unless something was not finite."""
-        optimizer = self.trainer.optimizer
-        rate = self.rates.index_select(0, self.at)[0]
-        if self.stream is None:
-            if finite:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(int(self.at), self.config)
-                optimizer.step()
-        else:  # its kernel reads the rate and whether to do nothing
-            self.lr.copy_(rate)
-            self.not_finite.copy_(~finite)
-            optimizer.found_inf = self.not_finite  # type: ignore[attr-defined]
-            for group in optimizer.param_groups:
-                group["lr"], group["capturable"] = self.lr, True
-            optimizer.step()
-        self.trainer.prepared.refresh()
 
     def queries(self, samples: Samples, index: Int[Tensor, " B"]) -> tuple[Float[Tensor, "BP D"], Int[Tensor, " BP"]]:
         """What the model knows where it is asked, and the answers: no logits of other positions."""

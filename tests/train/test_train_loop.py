@@ -136,6 +136,37 @@ def test_masters_take_what_the_copies_cannot(world, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("system", ["gla", "ccq-gla", "ccq-gated-deltanet"])
+def test_captured_steps_equal_launched_ones(system, tmp_path):
+    """Losses, norms, gates and weights to the bit, with accumulation; a step that is not finite changes nothing."""
+    path = write_shards(tmp_path / "shards", [documents(200, longest=60)])
+    found = {}
+    for capture in (True, False):
+        config = small(
+            system, steps=24, dtype="bf16", path=path, device="cuda", capture=capture, lr=1e-2, clip=0.1,
+            length=64, batch=8, micro_batch=4, key_size=16, value_size=32, hidden_size=64,
+        )  # fmt: skip
+        with join("cuda") as world, loop.own_stream(world):
+            trainer = Trainer(config, world)
+            batches, rows = iter(Steps(train_source(config), accumulate=2)), []
+            for step in range(config.steps):
+                trainer.gates.record(step % 3 == 0)
+                done = trainer.step(next(batches))
+                rows.append((done.loss, done.norm, trainer.gates.means(world)))
+            masters = {name: x.detach().clone() for name, x in trainer.prepared.masters.items()}
+            trainer.model.lm_head.weight.data[0] = float("nan")  # the copy that is computed with, until it is refreshed
+            assert not trainer.step(next(batches)).ok
+            trainer.prepared.refresh()
+            assert all(torch.equal(x, masters[name]) for name, x in trainer.prepared.masters.items())
+            assert trainer.step(next(batches)).ok
+            assert len(trainer.on_device.graphs) == (capture and (1 if system == "gla" else 2))
+        found[capture] = rows, masters
+    assert found[True][0] == found[False][0]
+    assert rows[-1][0] < rows[0][0] - 0.1
+    assert all(torch.equal(x, found[False][1][name]) for name, x in found[True][1].items())
+
+
+@pytest.mark.gpu
 def test_bf16_on_one_gpu_trains_fp32_masters():
     config = small("ccq-gated-deltanet", dtype="bf16", device="cuda", lr=1e-2, key_size=16, value_size=32)
     with join("cuda") as world:
