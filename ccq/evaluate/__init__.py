@@ -432,7 +432,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
     add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
     add("--stage", choices=STAGES, default="all", help="one of requests, score, metrics; by default all three")
-    add("--sizing", choices=("largest", "lm-eval"), default="largest", help="niah: how large the haystack is")
+    add("--sizing", choices=("largest", "ruler", "lm-eval"), default="largest", help="niah: how large the haystack is")
     add(
         "--keys",
         choices=("all", "odd"),

@@ -3,10 +3,10 @@
 Template, needle, keys, values, depths, haystack, answer prefix and score are RULER's (NVIDIA/RULER, niah.py in
 scripts/data/synthetic, and scripts/eval); two things are not:
 
-- The haystack is sized for each sample: the largest that fits with the 128 tokens of the answer (or more, where more
-  are asked for). RULER sizes it once and then drops 500 words at a time. `sizing="lm-eval"` is what
-  lm-evaluation-harness 0.4.13 builds, in steps of 500 words or of 5 or 25 noise units: shorter prompts, which published
-  numbers probably come from.
+- How large the haystack is. "largest": for each sample the largest that fits with the 128 tokens of the answer (or
+  more, where more are asked for). "ruler": as RULER does since June 2025: one size by bisection over drawn samples, and
+  a sample that does not fit is drawn again with 500 words (25 or 5 noise units) less, so that many prompts of 1K are
+  half as long. "lm-eval": what lm-evaluation-harness 0.4.13 builds, in the same steps.
 - Samples are drawn by our counter-based generator: sample i of (seed, task, length) is the same whatever ran before and
   on every machine. They are frozen in a file whose hash is in the result.
 """
@@ -52,7 +52,7 @@ PROMPT = (
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
 DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
-SIZINGS = ("largest", "lm-eval")
+SIZINGS = ("largest", "ruler", "lm-eval")
 KEYS = ("all", "odd")
 GENERATOR = 1  # raise it with any change to what is drawn
 
@@ -89,7 +89,7 @@ class Needle:
 
 
 def draw(
-    task: str, length: int, index: int, seed: int, keys: str, words: tuple[Sequence[str], Sequence[str]]
+    task: str, length: int, index: int | str, seed: int, keys: str, words: tuple[Sequence[str], Sequence[str]]
 ) -> Needle:
     """RULER's draw: an adjective-noun pair, a number of 7 digits or a random UUID, one of 40 depths."""
     haystack, values = KNOWN[task]
@@ -251,6 +251,7 @@ class Sizer:
     sizing: str
     haystack: Haystack
     count: Callable[[str], int]  # tokens of a text
+    drawn: Callable[[int | str], Needle]  # the needle of a sample, by its number or name
     answer: int = ANSWER  # tokens that are kept for it
 
     def __post_init__(self) -> None:
@@ -264,22 +265,31 @@ class Sizer:
             )
         if self.sizing == "largest":
             self.start = max(1, largest(self._counts(model), self.room, 1))
+        elif self.sizing == "ruler":
+            self.start = self._start_of_ruler()
         else:
             self.start = self._start_of_lm_eval(model)
 
     def _counts(self, needle: Needle) -> Callable[[int], int]:
         return functools.cache(lambda size: self.count(render(self.task, self.haystack, size, needle)[0]))
 
-    def size(self, needle: Needle) -> int:
+    def sample(self, index: int) -> tuple[Needle, int]:
+        """The needle of a sample, and the size of its haystack."""
+        needle = self.drawn(index)
         if self.sizing == "largest":
             size = largest(self._counts(needle), self.room, self.start)
+        elif self.sizing == "ruler":
+            size, again = self.start, 0
+            while size > 0 and self._counts(needle)(size) > self.room:  # RULER draws the whole sample again
+                size, again = size - self.step, again + 1
+                needle = self.drawn(f"{index}, again {again}")
         else:
             size = next(
                 (size for size in range(self.start, 0, -self.step) if self._question(size, needle) <= self.room), -1
             )
-        if size < 0:
+        if size < (1 if self.sizing == "ruler" else 0):
             raise EvaluationError(f"--lengths: {self.length} is too short for the needle {needle}")
-        return size
+        return needle, size
 
     @property
     def step(self) -> int:
@@ -291,6 +301,23 @@ class Sizer:
         """lm-evaluation-harness counts without the answer prefix."""
         prompt = render(self.task, self.haystack, size, needle)[0]
         return self.count(prompt[: prompt.rindex(" The special magic")] + more)
+
+    def _start_of_ruler(self) -> int:
+        """Bisection between one step and three times what one step's tokens suggest, each size with another needle."""
+        numbers = itertools.count()
+
+        def tokens(size: int) -> int:
+            return self._counts(self.drawn(f"size {next(numbers)}"))(size)
+
+        low = start = self.step
+        high = max(int(self.length / (tokens(low) / low) * 3), 2 * low)
+        while low <= high:
+            middle = (low + high) // 2
+            if tokens(middle) <= self.room:
+                low, start = middle + 1, middle
+            else:
+                high = middle - 1
+        return start
 
     def _start_of_lm_eval(self, needle: Needle) -> int:
         size = self.step
@@ -331,11 +358,11 @@ def build(options, tokenizer) -> RequestSet:
                 builder.add(f"{task}/{length}/{row['index']}", "generate", tokens, **how)
     settings["sample_files"] = hashes
     settings["least_filled"] = fill
-    sized = (
-        "the largest haystack that fits"
-        if options.sizing == "largest"
-        else "sized as lm-evaluation-harness 0.4.13 does"
-    )
+    sized = {
+        "largest": "the largest haystack that fits",
+        "ruler": "haystacks sized as RULER does",
+        "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
+    }[options.sizing]
     notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
     if settings["max_new_tokens"] != ANSWER:
         notes.append(f"{settings['max_new_tokens']} tokens of answer instead of RULER's {ANSWER}")
@@ -377,11 +404,14 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
             return [json.loads(line) for line in lines[1:]], hashlib.sha256(path.read_bytes()).hexdigest()
         raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
     counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
-    sizer = Sizer(task, length, options.sizing, haystack, counted, answer)
+    words = word_lists()
+    sizer = Sizer(
+        task, length, options.sizing, haystack, counted,
+        lambda number: draw(task, length, number, options.seed, options.keys, words), answer,
+    )  # fmt: skip
     rows = []
     for index in range(count):
-        needle = draw(task, length, index, options.seed, options.keys, word_lists())
-        size = sizer.size(needle)
+        needle, size = sizer.sample(index)
         prompt, depth = render(task, haystack, size, needle)
         row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
         rows.append(row | {"size": size, "tokens": counted(prompt)})

@@ -47,14 +47,46 @@ def test_every_sample_fills_its_length_and_none_exceeds_it(data, tokenizer, tmp_
         assert request.stop == (tokenizer.eos_token_id,)
 
 
+def drawn(task, length):
+    return lambda number: niah.draw(task, length, number, 1, "all", niah.word_lists())
+
+
+@pytest.mark.parametrize(("task", "step"), [("niah_single_1", 5), ("niah_single_2", 500)])
+def test_sizing_of_ruler_is_one_size_and_whole_steps_below_it(data, tokenizer, task, step):
+    """RULER's generator: the size by bisection from one step on; a sample too long is drawn again, a step smaller."""
+    haystack = niah.Haystack(niah.TASKS[task][0], data)
+    count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
+    length = 2048
+    sizer = niah.Sizer(task, length, "ruler", haystack, count, drawn(task, length))
+    sizes = []
+    for index in range(40):
+        needle, size = sizer.sample(index)
+        assert count(niah.render(task, haystack, size, needle)[0]) + 128 <= length
+        assert (needle == drawn(task, length)(index)) == (size == sizer.start)
+        sizes.append(size)
+    assert {(sizer.start - size) % step for size in sizes} == {0}
+    assert len(set(sizes)) > 1 or task == "niah_single_1"  # some essays are cut, so that not all prompts are full
+    fits = niah.Sizer(task, length, "largest", haystack, count, drawn(task, length))
+    full = [fits.sample(index)[1] for index in range(40)]
+    assert min(full) - 1 <= sizer.start <= max(full) + 1  # near a border that each needle puts elsewhere
+
+
+def test_sizing_of_ruler_refuses_a_length_that_one_step_exceeds(data, tokenizer):
+    haystack = niah.Haystack("essay", data)
+    sizer = niah.Sizer(
+        "niah_single_2", 400, "ruler", haystack, lambda t: len(tokenizer(t).input_ids), drawn("niah_single_2", 400)
+    )
+    with pytest.raises(niah.EvaluationError, match="400 is too short"):
+        sizer.sample(0)
+
+
 @pytest.mark.parametrize("task", niah.TASKS)
 def test_the_haystack_is_the_largest_that_fits(data, tokenizer, task):
     haystack = niah.Haystack(niah.TASKS[task][0], data)
     count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
-    sizer = niah.Sizer(task, 700, "largest", haystack, count)
+    sizer = niah.Sizer(task, 700, "largest", haystack, count, drawn(task, 700))
     for index in range(5):
-        needle = niah.draw(task, 700, index, 1, "all", niah.word_lists())
-        size = sizer.size(needle)
+        needle, size = sizer.sample(index)
         lengths = [count(niah.render(task, haystack, n, needle)[0]) for n in (size, size + 1)]
         assert lengths[0] + 128 <= 700 < lengths[1] + 128
 
@@ -67,7 +99,7 @@ def test_search_finds_the_border_from_any_guess(guess):
 
 def test_sizing_of_lm_eval_goes_in_its_steps(data, tokenizer, tmp_path):
     samples = {}
-    for sizing in niah.SIZINGS:
+    for sizing in ("largest", "lm-eval"):
         asked = niah.build(options_of(tmp_path / sizing, data, lengths=(4096,), sizing=sizing), tokenizer)
         samples[sizing] = {request.id: request for request in asked.requests}
         texts = written(asked, tokenizer)
