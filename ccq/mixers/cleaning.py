@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, correction, decode_step, gate, reference
 from ccq.ops.chunk import CHUNK
 from ccq.ops.reference import stats_dtype
 
@@ -33,7 +33,8 @@ class QueryCleaner(Owner):
         unit_qk             q / |q|, k / |k|: the control without cleaning
         current_key_read    q - d * k of the same token, d learned, one a head, after unit_qk
 
-    For analysis: with `record`, `lam` is that of the last call; `intervention` maps lam to the one that is used.
+    For analysis: with `record`, `lam` is that of the last call; with `record_angle` too, `angle` is how far it turned
+    the queries, in degrees; `intervention` maps lam to the one that is used.
     """
 
     gate_weight: Tensor  # [H, H * K]
@@ -58,8 +59,9 @@ class QueryCleaner(Owner):
                 self.no_weight_decay += ("gate_bias",)
         if self.current_key_init is not None:
             self.own("current_key", heads)
-        self.record = False
+        self.record = self.record_angle = False
         self.lam: Tensor | None = None
+        self.angle: Tensor | None = None
         self.intervention: Callable[[Tensor], Tensor] | None = None
         self.reset_parameters()
 
@@ -109,12 +111,26 @@ class QueryCleaner(Owner):
         covariance = None
         if self.clean:
             lam = Gate(self.gate_weight, self.gate_bias) if self.by_gate and raw is q else self.gate(raw)
+            start = None if state is None else state["covariance"]
+            if self.record_angle and isinstance(lam, Tensor):
+                self.angle = self.turned(q, k, lam, start, seqs.cu_seqlens)
             q, k, covariance = clean_query(
-                q, k, lam, self.centred, self.normalize,
-                initial_state=None if state is None else state["covariance"],
+                q, k, lam, self.centred, self.normalize, initial_state=start,
                 output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.backend,
             )  # fmt: skip
         return self.without_current_key(q, k), k, covariance
+
+    @torch.no_grad()
+    def turned(
+        self, q: Tensor, k: Tensor, lam: Tensor, start: CovarianceState | None, cu_seqlens: Tensor | None
+    ) -> Float[Tensor, "B T H"]:
+        """The angle between q and q_clean in degrees; from y itself, for a small one is lost in a rounded q_clean."""
+        y = correction(q, k, self.centred, self.normalize, start, cu_seqlens, self.backend)
+        q = q.to(y.dtype) if self.normalize == "stats" else reference.unit(q)
+        cleaned = q - lam[..., None].to(y.dtype) * y
+        lengths = [x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in (q, cleaned)]
+        chord = (q / lengths[0] - cleaned / lengths[1]).norm(dim=-1)
+        return torch.rad2deg(2 * torch.asin((chord / 2).clamp(max=1)))
 
     def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
         if self.current_key_init is None:

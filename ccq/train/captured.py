@@ -29,7 +29,7 @@ class Found(NamedTuple):
     """What a step leaves on the device."""
 
     numbers: Float[Tensor, "2"]  # loss, norm of the gradient before clipping
-    lams: Float[Tensor, " layers"] | None  # mean lam of each layer, where gates are recorded
+    gates: Float[Tensor, "kinds layers"] | None  # what Gates.collect finds, where gates are recorded
 
 
 class DeviceUpdate:
@@ -82,7 +82,7 @@ class DeviceStep:
         self.scored.fill_(max(scored, 1))
         self.update.lr.fill_(lr)
         found = self.found(batches)
-        self.trainer.gates.latest = found.lams
+        self.trainer.gates.latest = found.gates
         loss, norm = found.numbers.tolist()
         return loss, norm
 

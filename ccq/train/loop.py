@@ -296,8 +296,7 @@ class Run:
         if peak is not None:
             values["mfu"] = rate * self.flops / peak
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
-        if self.trainer.gates.cleaners:
-            values["lam"] = self.trainer.gates.means(self.world)
+        values |= self.trainer.gates.means(self.world)
         if self.curve is not None:
             values["lam_of_decay_alone"] = float(self.curve[step])
         left = self.seconds / self.timed * (self.config.steps - step)

@@ -87,29 +87,34 @@ def validate_recall(model: Any, config: Config, world: World, source: MQAR) -> d
 
 
 class Gates:
-    """The cleaners of a model, and the lam they used."""
+    """The cleaners of a model, the lam they used, and how far they turned the queries."""
 
     def __init__(self, model: nn.Module) -> None:
         self.cleaners = [m for m in model.modules() if isinstance(m, QueryCleaner) and m.clean]
         self.recording = False
-        self.latest: Float[Tensor, " layers"] | None = None  # what `collect` found in the last step
+        self.latest: Float[Tensor, "kinds layers"] | None = None  # what `collect` found in the last step
 
-    def record(self, on: bool) -> None:
+    def record(self, on: bool, angle: bool = True) -> None:
         self.recording = on and bool(self.cleaners)
         for cleaner in self.cleaners:
-            cleaner.record = on
+            cleaner.record, cleaner.record_angle = on, on and angle
 
-    def collect(self) -> Float[Tensor, " layers"] | None:
-        """Mean lam of each layer in the last forward of this rank, over tokens and heads; it is forgotten there."""
-        local: list[Tensor] = [c.lam.double().mean() for c in self.cleaners if c.lam is not None]
+    def collect(self) -> Float[Tensor, "kinds layers"] | None:
+        """Mean lam, and angle where recorded, of each layer in this rank's last forward; they are then forgotten."""
+        found = [[x for x in (c.lam, c.angle) if x is not None] for c in self.cleaners]
         for cleaner in self.cleaners:
-            cleaner.lam = None
-        return torch.stack(local) if local else None
+            cleaner.lam = cleaner.angle = None
+        if not any(found):
+            return None
+        return torch.stack([torch.stack([x.double().mean() for x in kind]) for kind in zip(*found, strict=True)])
 
-    def means(self, world: World) -> list[float]:
-        """The same of the last step, over ranks."""
+    def means(self, world: World) -> dict[str, list[float]]:
+        """The same of the last step by name, over ranks; the angle in degrees."""
         latest, self.latest = self.latest, None
-        return [] if latest is None else [x / world.size for x in world.total(*latest.tolist())]
+        if latest is None:
+            return {}
+        over = torch.tensor(world.total(*latest.flatten().tolist())).view_as(latest) / world.size
+        return dict(zip(("lam", "angle"), over.tolist(), strict=False))
 
 
 def sample(model: Any, config: Config, world: World, tokenizer: Any, step: int) -> str:

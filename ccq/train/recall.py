@@ -118,7 +118,7 @@ class RecallRun:
             self.skipped = torch.zeros_like(self.at)
             self.lams = torch.zeros(config.steps, len(cleaners), dtype=torch.float64, device=device)
             self.valid_right = torch.zeros(len(data.valid), dtype=torch.int64, device=device)
-            self.trainer.gates.record(True)
+            self.trainer.gates.record(True, angle=False)
         self.steps: dict[int, Callable[[], Any]] = {}  # of each slice: what runs a step
         self.validation: Callable[[], Any] = self.validate
         self.captured = False
@@ -203,9 +203,9 @@ class RecallRun:
             finite = self.update(gradients, loss, norm)
             self.losses.index_copy_(0, self.at, loss.detach().double().view(1))
             self.norms.index_copy_(0, self.at, norm.view(1))
-            lams = trainer.gates.collect()
-            if lams is not None:
-                self.lams.index_copy_(0, self.at, lams[None])
+            gates = trainer.gates.collect()
+            if gates is not None:
+                self.lams.index_copy_(0, self.at, gates[:1])
             self.skipped += ~finite
             self.at += 1
             self.taken[number] += 1
@@ -225,8 +225,7 @@ class RecallRun:
             hidden, answers = self.queries(samples, index)
             logits = outer(hidden.mT, self.model.lm_head.weight.mT, stats_dtype(hidden.dtype))
             found.append((logits.argmax(-1) == answers).view(len(index), -1).sum(1))
-        for cleaner in self.trainer.gates.cleaners:
-            cleaner.lam = None
+        self.trainer.gates.collect()
         return torch.cat(found)
 
     def validate(self) -> None:

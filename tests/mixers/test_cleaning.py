@@ -180,3 +180,15 @@ def test_fused_norms_on_a_gpu_are_the_same(monkeypatch):
             results.append((y, *torch.autograd.grad(y, inputs, cotangent)))
         for got, ref in zip(*results, strict=True):
             assert_close("norm", ref, got, 1e-5)
+
+
+def test_recorded_angle_is_that_between_query_and_cleaned_query():
+    """Against the arccosine of what the operator gives, in fp64."""
+    cleaner = make(clean=True, gate_init=0.5)
+    cleaner.record = cleaner.record_angle = True
+    q, k = draw(1, 20, H, K), draw(1, 20, H, K, seed=1)
+    q_clean, _, _ = run(cleaner, q, k)
+    expected = torch.rad2deg(torch.cosine_similarity(q, q_clean, dim=-1).clamp(max=1).arccos())
+    assert cleaner.angle[:, 5:].min() > 0.1
+    assert torch.allclose(cleaner.angle[:, 1:], expected[:, 1:], atol=1e-5)
+    assert cleaner.angle[:, 0].max() < 1e-5  # one key has no covariance
