@@ -18,7 +18,10 @@ from ccq import cli
 RUNS = Path(__file__).parent.parent / "runs"
 SCRIPTS = sorted(RUNS.glob("*.sh"))
 STUBS = ("ccq", "torchrun", "python", "python3", "cp", "make", "git")
-ARGUMENTS = {"nano_row.sh": ["ccq_gla_conv", "0", "data/needles", "out"]}  # else DATA OUT
+ARGUMENTS = {  # else DATA OUT
+    "nano_row.sh": ["ccq_gla_conv", "0", "data/needles", "out"],
+    "study_row.sh": ["ccq_gla", "0", "data", "out"],
+}
 STUB = """#!{python}
 import json, os, sys
 with open({log!r}, "a") as file:

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# One run of the study (docs/study.md), from the choice of its rate to its results:
+#   bash runs/study_row.sh ROW SEED DATA OUT
+# ROW is a system of ccq/recipes.py; GLA's rows get a convolution of 4. DATA holds needles/ and valid/ of
+# runs/prepare_nano.sh. OUT/requests holds what all models are asked, made once, where the evaluation data is:
+#   ccq eval MODEL --suite niah --stage requests --sizing ruler --lengths 1024,2048,4096,8192 --limit 100 --keys odd
+#   ccq eval MODEL --suite length --stage requests --lengths 4096,16384 --limit 20      (both with --data, --out OUT)
+# The rate is the best of three after 25M tokens with seed 1000. SEED=sweep stops there. RATE=2e-3 skips the choice, and
+# REPEAT=1 runs a seed once more, beside the first. What is finished is not run again.
+set -eu
+row=$1 seed=$2 data=$3 out=$4
+ccq=${CCQ:-ccq}
+common=(--data.path "$data/needles" --data.valid-path "$data/valid" --system.workers 1 --system.sample-every 0
+  --system.checkpoint-every 100000 --system.no-tensorboard)
+case $row in *gla*) common+=(--model.conv-size 4) ;; esac
+rates=(1e-3 2e-3 4e-3)
+if [ "$seed" = sweep ]; then
+  pids=()
+  for lr in "${rates[@]}"; do # side by side: one alone leaves most of a GPU idle
+    [ -e "$out/sweep/$row-$lr/checkpoints/step-00000763" ] || {
+      $ccq train "${row}_nano" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
+        --optimizer.lr "$lr" "${common[@]}" &
+      pids+=($!)
+    }
+  done
+  for pid in ${pids[@]+"${pids[@]}"}; do wait "$pid"; done
+  exit
+fi
+rate=${RATE:-$(python3 - "$out/sweep/$row" "${rates[@]}" <<'P'
+import json, math, sys
+def loss(lr):  # after the last step; null where the run diverged
+    found = [r["valid_loss"] for r in map(json.loads, open(f"{sys.argv[1]}-{lr}/log.jsonl")) if "valid_loss" in r]
+    return math.inf if found[-1] is None else found[-1]
+print(min(sys.argv[2:], key=loss))
+P
+)}
+run=$out/$row-seed$seed${REPEAT:+-repeat$REPEAT}
+if [ ! -f "$run/model/config.json" ]; then
+  $ccq train "${row}_nano" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" "${common[@]}"
+  $ccq export "$run" "$run/model" --dtype bf16
+fi
+for suite in niah length; do
+  [ ! -f "$run/eval/$suite.json" ] || continue
+  mkdir -p "$run/eval/requests"
+  cp "$out/requests/$suite.npz" "$run/eval/requests/"
+  $ccq eval "$run/model" --suite $suite --stage score --out "$run/eval"
+  $ccq eval "$run/model" --suite $suite --stage metrics --out "$run/eval"
+done
