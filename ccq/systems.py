@@ -246,7 +246,8 @@ WITH_CONVOLUTION = "convolution of 4"  # over q, k and v, which the paper's GLA 
 
 # options that change nothing of what a model is, or that come with its data
 _ASIDE = (
-    "vocab_size", "max_position_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "backend"
+    "vocab_size", "max_position_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "backend",
+    "identity", "recall",
 )  # fmt: skip
 
 

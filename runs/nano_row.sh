@@ -9,7 +9,7 @@ set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
 recipe=${row%_conv}_nano
-common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --system.workers 1 --system.sample-every 0)
+common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --runtime.workers 1 --runtime.sample-every 0)
 case $row in *_conv) common+=(--model.conv-size 4) ;; esac
 rate=${RATE:-}
 if [ -z "$rate" ]; then
@@ -19,7 +19,7 @@ if [ -z "$rate" ]; then
     for lr in 1e-3 2e-3 4e-3; do
       [ -e "$out/sweep/$row-$lr/checkpoints/step-00000763" ] ||
         $ccq train "$recipe" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
-          --optimizer.lr $lr --system.checkpoint-every 100000 "${common[@]}"
+          --optimizer.lr $lr --runtime.checkpoint-every 100000 "${common[@]}"
     done
   ) 9> "$out/sweep/$row.lock"
   rate=$(python3 - "$out/sweep/$row" <<'P'
@@ -37,7 +37,7 @@ P
 fi
 run=$out/$row-seed$seed${REPEAT:-}
 if [ ! -f "$run/model/config.json" ]; then
-  $ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 \
+  $ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --runtime.checkpoint-every 100000 \
     "${common[@]}"
   $ccq export "$run" "$run/model" --dtype bf16
 fi

@@ -18,6 +18,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ccq.analysis.command import add_model_arguments, add_prompt_arguments, desc
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
+from ccq.systems import Identity
 
 PLACES = ("text", "filler", "needle", "question", "retrieval")
 
@@ -140,6 +142,14 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
     return [float(curve[min(step, len(curve) - 1)]) for step in steps]
 
 
+def of_run(folder: Path, name: str) -> Identity:
+    """What a run is of; the log by itself does not say it."""
+    from ccq.train.config import read
+
+    config = folder / "config.json"
+    return read(config).identity if config.exists() else Identity(name)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq analyze gate", description=(__doc__ or "").splitlines()[0])
     add_model_arguments(parser, nargs="?")
@@ -158,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
         prompts = make_prompts(arguments.variants, arguments.sentences)
         text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
         model, tokenizer = load(arguments)
-        result["model"] = describe(model, name)
+        result |= describe(model, name)
         result |= measure(model, tokenizer, prompts, text, arguments.bos)
         result["settings"] = {
             "variants": arguments.variants,
@@ -166,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
             "text": "filler" if arguments.text is None else arguments.text.name,
         }
     else:
-        result["model"] = {"name": name}
+        result |= {"identity": asdict(of_run(arguments.run, name)), "model": {"name": name}}
     stem = f"gate_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
     draw(lambda figures: figures.gate(result, arguments.out, stem))

@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         peak = peak_flops(world.device)
         for system in args.systems.split(","):
             config = recipe(f"{system}_{args.size}")
-            config.system.compile = args.compile
-            config.system.activation_checkpointing = args.activation_checkpointing
+            config.runtime.compile = args.compile
+            config.runtime.activation_checkpointing = args.activation_checkpointing
             trainer = Trainer(config, world)
             for length in map(int, args.lengths.split(",")):
                 row = {"system": system, "size": args.size, "length": length, "tokens": args.tokens, "dtype": "bf16"}

@@ -186,8 +186,8 @@ def recall_config(settings: Settings, system: str, device: str) -> Any:
     config.model.conv_size, config.model.num_hidden_layers = 4, 1
     config.steps, config.seed = settings.steps, settings.seed
     config.optimizer.warmup = min(20, settings.steps)
-    config.system.device, config.system.tensorboard, config.system.log_every = device, False, 25
-    config.system.checkpoint_every = config.system.validate_every = max(1, settings.steps // 5)
+    config.runtime.device, config.runtime.tensorboard, config.runtime.log_every = device, False, 25
+    config.runtime.checkpoint_every = config.runtime.validate_every = max(1, settings.steps // 5)
     return config
 
 

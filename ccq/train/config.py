@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ccq.data.mqar import TRAIN
-from ccq.model.config import CCQConfig
+from ccq.model.config import CCQConfig, recognise
+from ccq.systems import Identity
 from ccq.train import RunError
 
 # The fields of CCQConfig as a plain dataclass: defined there, and here without what transformers adds to them.
 _kinds = typing.get_type_hints(type("_", (), {"__annotations__": CCQConfig.__annotations__}))
+del _kinds["identity"], _kinds["recall"]  # which a run has in other fields
 ModelOptions: Any = dataclasses.make_dataclass(
     "ModelOptions", [(name, kind, field(default=getattr(CCQConfig, name))) for name, kind in _kinds.items()]
 )
@@ -70,7 +72,7 @@ class Optimizer:
 
 
 @dataclass
-class System:
+class Runtime:
     """How it runs, not what it computes: these may change when a run is resumed."""
 
     micro_batch: int = 8
@@ -112,13 +114,15 @@ class Config:
     model: ModelOptions
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    system: System = field(default_factory=System)
+    runtime: Runtime = field(default_factory=Runtime)
     steps: int = 1000
     """steps of the optimizer"""
     seed: int = 0
     """of weights and data"""
     dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
     """of the computation; weights are kept in fp32 (fp64 for fp64)"""
+    identity: Identity = field(default_factory=Identity)
+    """what the run is of; the run fills in what the other fields say"""
 
     def __post_init__(self) -> None:
         self.check()
@@ -136,8 +140,8 @@ class Config:
                 "data.path: this recipe makes recall samples and reads no text; to train it on text, add --data.source "
                 "tokens and the --model.vocab-size of its tokenizer"
             )
-        if self.system.workers not in (0, 1):
-            raise RunError(f"system.workers: expected 0 or 1, got {self.system.workers}")
+        if self.runtime.workers not in (0, 1):
+            raise RunError(f"runtime.workers: expected 0 or 1, got {self.runtime.workers}")
         for name, value, least in (
             ("steps", self.steps, 1),
             ("data.length", self.data.length, 1),
@@ -145,14 +149,14 @@ class Config:
             ("optimizer.lr", self.optimizer.lr, 0),
             ("optimizer.warmup", self.optimizer.warmup, 0),
             ("optimizer.weight_decay", self.optimizer.weight_decay, 0),
-            ("system.micro_batch", self.system.micro_batch, 1),
-            ("system.checkpoint_every", self.system.checkpoint_every, 1),
-            ("system.keep", self.system.keep, 1),
-            ("system.log_every", self.system.log_every, 1),
-            ("system.validate_every", self.system.validate_every, 1),
-            ("system.validate_windows", self.system.validate_windows, 1),
-            ("system.patience", self.system.patience, 1),
-            ("system.sample_every", self.system.sample_every, 0),
+            ("runtime.micro_batch", self.runtime.micro_batch, 1),
+            ("runtime.checkpoint_every", self.runtime.checkpoint_every, 1),
+            ("runtime.keep", self.runtime.keep, 1),
+            ("runtime.log_every", self.runtime.log_every, 1),
+            ("runtime.validate_every", self.runtime.validate_every, 1),
+            ("runtime.validate_windows", self.runtime.validate_windows, 1),
+            ("runtime.patience", self.runtime.patience, 1),
+            ("runtime.sample_every", self.runtime.sample_every, 0),
         ):
             if not math.isfinite(value):
                 raise RunError(f"{name}: expected a finite number, got {value}")
@@ -168,6 +172,33 @@ class Config:
             raise RunError(f"optimizer.clip: expected more than 0, or None for no clipping, got {self.optimizer.clip}")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise RunError(f"optimizer.betas: expected at least 0 and below 1, got {self.optimizer.betas}")
+
+
+def recall(config: Config) -> dict[str, Any] | None:
+    """What `ccq eval --suite mqar` asks a model of this run; None for one that is trained on text."""
+    data = config.data
+    if data.source != "mqar":
+        return None
+    slices = [list(kind[:2]) for kind in data.valid_slices or data.slices]  # length, pairs
+    return {"vocab_size": data.recall_vocab_size or config.model.vocab_size, "slices": slices}
+
+
+def identified(config: Config, needles: float | None = None) -> Config:
+    """The config whose identity says what its other fields say, and the share of needle documents in its text.
+
+    The one place where a variant is made: of the options that differ from the registry's, and of words that were given.
+    """
+    told, data = config.identity, config.data
+    system, size, variant = recognise(dataclasses.asdict(config.model), told.system, told.size)
+    identity = dataclasses.replace(
+        told.varied(*variant.split(", ")),
+        system=system,
+        size=size,
+        seed=config.seed,
+        tokens=config.steps * data.batch * (data.length if data.source == "tokens" else 1),
+        needles=told.needles if needles is None else needles,
+    )
+    return dataclasses.replace(config, identity=identity)
 
 
 def to_json(config: Config) -> str:
@@ -193,10 +224,14 @@ def read(path: Path) -> Config:
         raise RunError(f"{path} is missing: expected the folder of a run of `ccq train`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is damaged: {error}") from None
-    parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "system": System}
+    parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "runtime": Runtime, "identity": Identity}
     try:
+        if "system" in content:  # what versions before 0.2 called it
+            content["runtime"] = content.pop("system")
+        old = content.setdefault("identity", {}) == {}  # a run of theirs: its options tell what it is
         made = {name: kind(**_tuples(content.pop(name))) for name, kind in parts.items()}
-        return Config(**made, **content)
+        config = Config(**made, **content)
+        return identified(config) if old else config
     except KeyError as error:
         raise RunError(f"{path} has no {error}: expected the folder of a run of `ccq train`") from None
     except TypeError as error:
@@ -210,7 +245,8 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value if name == "eos_token_id" else tuples(value) for name, value in fields.items()}
 
 
-MAY_CHANGE = ("system.", "data.path", "data.valid_path")  # of the paths, the run compares what lies there
+# of the paths, the run compares what lies there; an identity follows from the other fields
+MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
 
 
 def differences(saved: Config, asked: Config) -> list[str]:

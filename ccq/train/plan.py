@@ -90,7 +90,7 @@ def activation_bytes(model: Info, config: Config, tokens: int) -> float:
     """What a micro-batch leaves for its backward, and a chunk of logits."""
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     each = model.activation_bytes
-    if config.system.activation_checkpointing:
+    if config.runtime.activation_checkpointing:
         each = each / layers + ACTIVATION_BYTES * hidden * layers
     logits = 2.0 * min(LOGITS["cuda"], tokens * model.config.vocab_size)
     return tokens * each * (1 if config.dtype == "bf16" else 2) + logits

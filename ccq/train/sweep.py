@@ -80,7 +80,7 @@ class Spec:
 
         config = recipe(f"{self.row}_{self.size}")
         config.optimizer.lr, config.seed, config.steps = self.lr, self.seed, self.steps
-        config.system.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
+        config.runtime.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
         for name, value in self.changes:
             *path, last = name.split(".")
             part = functools.reduce(getattr, path, config)
@@ -134,7 +134,7 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
     ready = time.perf_counter()
     say(f"{specs[0].row}: {len(runs)} runs ready after {ready - begin:.0f} s")
 
-    steps, every = specs[0].steps, runs[0].config.system.validate_every
+    steps, every = specs[0].steps, runs[0].config.runtime.validate_every
     looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
