@@ -434,7 +434,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--slices",
         type=recall_slices,
-        help="mqar: instead of the model's own, such as 32x4x256: tokens, pairs, samples",
+        help="mqar: other than the model's own, as 32x4x256: tokens, pairs, samples",
     )
     add("--recall-vocab-size", type=positive, help="mqar: tokens of samples (default: the model's own, else 8192)")
     add("--max-length", type=whole_numbers, dest="max_lengths", help="lm (default 4096,8192), longbench (8192,4096)")

@@ -177,7 +177,7 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
     import dataclasses
 
     from ccq.recipes import recipe
-    from ccq.train.sweep import test_scores
+    from ccq.train.recall_result import test_scores
 
     config = recipe(f"{row}_{size}")
     rng = np.random.default_rng([seed, repeat, len(row)])
