@@ -25,13 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SYSTEMS = {  # recipe without its size: what the table calls it
-    "gla": "GLA",
-    "gla_unit": "Unit-norm GLA (control)",
-    "ccq_gla": "CCQ-GLA",
-    "ccq_gla_open": "CCQ-GLA, gate from 0.5",
-}
-TRIO = {"gla-pico": "GLA", "gla-unit-pico": "Unit-norm GLA (control)", "ccq-gla-pico": "CCQ-GLA"}
+from ccq.systems import SYSTEMS, compared, recipe_name
+
+TRAINED = compared("ccq-gla", "ccq-gla-open")  # a backbone, its control, and CCQ
+TRIO = {f"{system}-pico": system for system in compared("ccq-gla")}  # that ship
 STATE, LOG = "demo.json", "log.txt"
 
 
@@ -42,7 +39,7 @@ class Settings:
     out: Path = Path("runs/laptop")
     seed: int = 0
     device: str | None = None  # None: a GPU if there is one
-    systems: tuple[str, ...] = tuple(SYSTEMS)
+    systems: tuple[str, ...] = TRAINED
     steps: int = 500  # of training
     recall: tuple[tuple[int, int, int], ...] = ((32, 4, 256), (32, 8, 256))  # test slices: tokens, pairs, samples
     needle_lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -96,6 +93,11 @@ class Record:
         return told is not None and told.get("decides") != as_json(step.decides)
 
 
+def label(system: str) -> str:
+    """What a table calls it."""
+    return SYSTEMS[system].label + (" (control)" if system == SYSTEMS["ccq-gla"].control else "")
+
+
 def as_json(thing: Any) -> Any:
     """As it comes back from a file: tuples as lists."""
     return json.loads(json.dumps(thing))
@@ -121,8 +123,8 @@ def plan(settings: Settings) -> list[Step]:
         decides = {"steps": settings.steps, "recall": settings.recall, "seed": seed}
         steps.append(
             Step(
-                f"{system}_tiny",
-                f"{SYSTEMS[system]} learns recall: {settings.steps} steps, then a test",
+                recipe_name(system, "tiny"),
+                f"{label(system)} learns recall: {settings.steps} steps, then a test",
                 15,
                 lambda system=system: recall(settings, system, device),  # type: ignore[misc]
                 decides,
@@ -182,7 +184,7 @@ def recall_config(settings: Settings, system: str, device: str) -> Any:
     so that recall is learned in half a minute."""
     from ccq.recipes import recipe
 
-    config = recipe(f"{system}_tiny")
+    config = recipe(recipe_name(system, "tiny"))
     config.model.conv_size, config.model.num_hidden_layers = 4, 1
     config.steps, config.seed = settings.steps, settings.seed
     config.optimizer.warmup = min(20, settings.steps)
@@ -197,7 +199,7 @@ def recall(settings: Settings, system: str, device: str) -> None:
     from ccq.train.export import load_weights
     from ccq.train.loop import train
 
-    run = settings.out / f"{system}_tiny"
+    run = settings.out / recipe_name(system, "tiny")
     config = recall_config(settings, system, device)
     with one_thread(device):
         code = train(config, run)
@@ -207,7 +209,6 @@ def recall(settings: Settings, system: str, device: str) -> None:
         options = Options(
             out=run / "eval",
             slices=settings.recall,
-            recall_vocab_size=config.data.recall_vocab_size,
             seed=settings.seed,
         )
         with quietly(settings):
@@ -432,20 +433,21 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     slices = [f"{length}-{pairs}" for length, pairs, _ in settings.recall]
     rows = {}
     for system in settings.systems:
-        found = scores(f"{system}_tiny", "eval/mqar.json")
-        rows[SYSTEMS[system]] = [f"{found[name]['value']:.1f}" for name in slices]
+        found = scores(recipe_name(system, "tiny"), "eval/mqar.json")
+        rows[label(system)] = [f"{found[name]['value']:.1f}" for name in slices]
     heads = [f"{pairs} pairs in {length} tokens" for length, pairs, _ in settings.recall]
     table("Recall, trained here: keys answered, %", rows, heads)
     ship = [step.folder for step in steps if step.folder in TRIO]
     if ship:
         needles = [f"{task}/{n}" for task in ("niah_single_1", "niah_book") for n in settings.needle_lengths]
-        rows = {TRIO[name]: [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
+        rows = {label(TRIO[name]): [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
         heads = [f"{what}\n{n:,}" for what in ("noise", "book") for n in settings.needle_lengths]
         title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
         table(title, rows, heads)
         points = [n for n in settings.lengths if f"book/{n}" in scores(ship[0], "length.json")]
         rows = {
-            TRIO[name]: [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points] for name in ship
+            label(TRIO[name]): [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points]
+            for name in ship
         }
         from ccq.shipped import book
 

@@ -108,7 +108,7 @@ def measured() -> dict[tuple[str, str, int], Speed]:
     for path in sorted(RESULTS.glob("train_*.json")):
         result = json.loads(path.read_text())
         for row in result["rows"]:
-            key = (row["system"], row["size"], row["length"])
+            key = (row["system"].replace("_", "-"), row["size"], row["length"])  # recipes, in older files
             found[key] = Speed(row["tokens_per_second"], f"measured on one {result.get('gpu', 'GPU')} ({path.name})")
     return found
 
@@ -117,9 +117,10 @@ def speed_of(name: str, model: Info, length: int) -> Speed:
     """Measured here, else the paper's, else that of GLA-1.3B at the same FLOP/s."""
     from ccq.recipes import recipe
 
-    system, _, scale = name.replace("-", "_").rpartition("_")
+    made = recipe(name.replace("-", "_"))
+    system, scale = made.identity.system, made.identity.size
     here = measured()
-    same = recipe(f"{system}_{scale}").model == _options(model)
+    same = made.model == _options(model)
     if same and (system, scale, length) in here:
         return here[system, scale, length]
     if same and scale == "1.3b" and system in PAPER and length == 4096:
