@@ -216,6 +216,14 @@ class Identity:
     """the share of needle documents in the training tokens, where known"""
     recipe: str | None = None
 
+    def __post_init__(self) -> None:
+        """TypeError where a file says something else than an identity."""
+        whole, words = (int, type(None)), (str, type(None))
+        for name, kinds in {"system": str, "variant": str, "size": str, "seed": whole, "repeat": int, "tokens": whole,
+                            "needles": (int, float, type(None)), "recipe": words}.items():  # fmt: skip
+            if not isinstance(getattr(self, name), kinds):
+                raise TypeError(f"identity: {name}: got {getattr(self, name)!r}")
+
     @property
     def key(self) -> str:
         """System and variant; with the size, what runs of several seeds share."""

@@ -183,6 +183,22 @@ def recall(config: Config) -> dict[str, Any] | None:
     return {"vocab_size": data.recall_vocab_size or config.model.vocab_size, "slices": slices}
 
 
+def other_data(config: Config) -> list[str]:
+    """How the data differ from those of the recipe, where the run is of one, in words."""
+    if config.identity.recipe is None:
+        return []
+    from ccq.recipes import recipe  # which imports this module
+
+    data, usual = config.data, recipe(config.identity.recipe).data
+    if data.source != usual.source:
+        return ["trained on text" if data.source == "tokens" else "trained on recall"]
+    if data.source == "mqar":
+        same = (data.slices, data.recall_vocab_size) == (usual.slices, usual.recall_vocab_size)
+        return [] if same else ["other recall samples"]
+    words = [f"windows of {data.length}"] if data.length != usual.length else []
+    return words + ["state reset at documents"] * (data.reset and not usual.reset)
+
+
 def identified(config: Config, needles: float | None = None) -> Config:
     """The config whose identity says what its other fields say, and the share of needle documents in its text.
 
@@ -191,7 +207,7 @@ def identified(config: Config, needles: float | None = None) -> Config:
     told, data = config.identity, config.data
     system, size, variant = recognise(dataclasses.asdict(config.model), told.system, told.size)
     identity = dataclasses.replace(
-        told.varied(*variant.split(", ")),
+        told.varied(*variant.split(", "), *other_data(config)),
         system=system,
         size=size,
         seed=config.seed,
