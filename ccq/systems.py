@@ -218,11 +218,14 @@ class Identity:
 
     def __post_init__(self) -> None:
         """TypeError where a file says something else than an identity."""
-        whole, words = (int, type(None)), (str, type(None))
-        for name, kinds in {"system": str, "variant": str, "size": str, "seed": whole, "repeat": int, "tokens": whole,
-                            "needles": (int, float, type(None)), "recipe": words}.items():  # fmt: skip
-            if not isinstance(getattr(self, name), kinds):
-                raise TypeError(f"identity: {name}: got {getattr(self, name)!r}")
+        kinds: dict[str, Any] = {
+            "system": str, "variant": str, "size": str, "seed": int | None, "repeat": int, "tokens": int | None,
+            "needles": int | float | None, "recipe": str | None,
+        }  # fmt: skip
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                what = getattr(kind, "__name__", kind)
+                raise TypeError(f"identity: {name}: expected {what}, got {getattr(self, name)!r}")
 
     @property
     def key(self) -> str:

@@ -152,8 +152,7 @@ class CCQConfig(PretrainedConfig):
         for size in SIZES:
             system = name.removesuffix(f"-{size}")
             if system != name and system in SYSTEMS:
-                known = SYSTEMS[system]
-                return cls(**{**known.over(sized(known.options["mixer"], size)), **changes})
+                return cls(**{**_options(system, size), **changes})
         known = presets()
         raise ValueError(
             f"preset: there is no {name!r}.{nearest(name, known)} Presets are <system>-<size>: "
@@ -240,25 +239,29 @@ def _zoology(mixer: str, width: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _options(system: str, size: str) -> dict[str, Any]:
+    known = SYSTEMS[system]
+    return known.over(sized(known.options["mixer"], size))
+
+
 def recognise(options: Mapping[str, Any], system: str = "", size: str = "") -> tuple[str, str, str]:
     """(system, size, variant) of a model with these options; of those that fit equally well `system` and `size`.
 
     >>> recognise(CCQConfig.preset("gla-pico", clean=True, conv_size=4).to_dict())
     ('ccq-gla', 'pico', 'convolution of 4')
     """
-    width = options["hidden_size"]
-    widths = {name: sized(options["mixer"], name)["hidden_size"] for name in SIZES}
+    mixer, width = options["mixer"], options["hidden_size"]
+    systems = [name for name in SYSTEMS if SYSTEMS[name].options["mixer"] == mixer]
+    if not systems:  # a mixer of the user's own
+        return mixer, f"width {width}", ""
+    systems.sort(key=lambda name: name != system)
+    widths = {name: sized(mixer, name)["hidden_size"] for name in SIZES}
     sizes = [name for name in sorted(SIZES, key=lambda name: name != size) if widths[name] == width]
-    systems = sorted(SYSTEMS, key=lambda name: name != system)
     defaults = {name: getattr(CCQConfig, name) for name in CCQConfig.__annotations__}
-    found = [
-        (differing(options, defaults | SYSTEMS[name].over(sized(SYSTEMS[name].options["mixer"], of))), name, of)
-        for of in sizes
-        for name in systems
-    ]
+    found = [(differing(options, defaults | _options(name, of)), name, of) for of in sizes for name in systems]
     if not found:  # a size of the user's own: what makes a size tells nothing
-        shape = {"hidden_size", "output_gate", *sized(options["mixer"], "mqar")}
+        shape = {"hidden_size", "output_gate", *sized(mixer, "mqar")}
         known = {name: value for name, value in defaults.items() if name not in shape}
-        found = [(differing(options, known | SYSTEMS[name].options), name, f"width {width}") for name in systems]
+        found = [(differing(options, {**known, **SYSTEMS[name].options}), name, f"width {width}") for name in systems]
     different, name, of = min(found, key=lambda each: len(each[0]))
     return name, of, ", ".join(in_words(option, options[option]) for option in different)
