@@ -18,21 +18,11 @@ from ccq.train.config import Config, Data, Optimizer, Runtime, preset
 MILLION, BILLION = 10**6, 10**9
 
 
-def size_500m(system: str) -> Config:
-    """the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path"""
-    return paper(f"{system}-500m", batch_tokens=262_144, tokens=15 * BILLION)
-
-
-def size_1_3b(system: str) -> Config:
-    """the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path"""
-    return paper(f"{system}-1.3b", batch_tokens=524_288, tokens=40 * BILLION)
-
-
-def paper(name: str, batch_tokens: int, tokens: int) -> Config:
+def paper(system: str, size: str, batch_tokens: int, tokens: int) -> Config:
     """What the paper's runs share. It does not name a clipping norm: 1, as the settings it inherits have it."""
     length = 4096
     return Config(
-        model=preset(name),
+        model=preset(f"{system}-{size}"),
         data=Data(source="tokens", length=length, batch=batch_tokens // length),
         optimizer=Optimizer(lr=1e-3, warmup=1024, betas=(0.9, 0.95), weight_decay=0.1, clip=1.0),
         steps=tokens // batch_tokens,
@@ -40,11 +30,8 @@ def paper(name: str, batch_tokens: int, tokens: int) -> Config:
     )
 
 
-def size_nano(system: str) -> Config:
-    """tens of millions of parameters, one GPU, minutes: 0.1B tokens, 32,768 a step, 4K context; needs --data.path
-
-    The paper's settings but for the batch and the warm-up, 5% of the steps: its own would not fit so few tokens.
-    """
+def nano(system: str) -> Config:
+    """The paper's settings but for the batch and the warm-up, 5% of the steps: its own would not fit so few tokens."""
     length, batch_tokens, steps = 4096, 32_768, 100 * MILLION // 32_768 + 1
     return Config(
         model=preset(f"{system}-nano"),
@@ -56,8 +43,7 @@ def size_nano(system: str) -> Config:
     )
 
 
-def size_pico(system: str) -> Config:
-    """a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path"""
+def pico(system: str) -> Config:
     steps = 7000
     return Config(
         model=preset(f"{system}-pico"),
@@ -69,8 +55,7 @@ def size_pico(system: str) -> Config:
     )
 
 
-def size_mqar(system: str, size: str = "mqar") -> Config:
-    """recall at zoology's settings, width 128, 2,000 steps; the learning rate decides much: see `ccq sweep`"""
+def zoology(system: str, size: str) -> Config:
     return Config(
         model=preset(f"{system}-{size}"),
         data=Data(source="mqar", batch=256, valid_slices=tuple((s.length, s.pairs, 256) for s in TEST)),
@@ -81,18 +66,7 @@ def size_mqar(system: str, size: str = "mqar") -> Config:
     )
 
 
-def size_mqar64(system: str) -> Config:
-    """the same at width 64"""
-    return size_mqar(system, "mqar64")
-
-
-def size_mqar256(system: str) -> Config:
-    """the same at width 256"""
-    return size_mqar(system, "mqar256")
-
-
-def size_tiny(system: str) -> Config:
-    """recall in minutes on a laptop: no data, no GPU"""
+def tiny(system: str) -> Config:
     return Config(
         model=preset(f"{system}-tiny"),
         data=Data(
@@ -109,21 +83,27 @@ def size_tiny(system: str) -> Config:
     )
 
 
-TRAINED: dict[str, Callable[[str], Config]] = {  # by size, as `ccq train --help` lists them
-    "500m": size_500m,
-    "1.3b": size_1_3b,
-    "nano": size_nano,
-    "pico": size_pico,
-    "mqar": size_mqar,
-    "mqar64": size_mqar64,
-    "mqar256": size_mqar256,
-    "tiny": size_tiny,
-}
+# size: what `ccq train --help` says of it, and what makes the config of a system
+TRAINED: dict[str, tuple[str, Callable[[str], Config]]] = {
+    "500m": ("the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path",
+             lambda system: paper(system, "500m", batch_tokens=262_144, tokens=15 * BILLION)),
+    "1.3b": ("the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path",
+             lambda system: paper(system, "1.3b", batch_tokens=524_288, tokens=40 * BILLION)),
+    "nano": ("tens of millions of parameters, one GPU, minutes: 0.1B tokens, 32,768 a step, 4K context; needs "
+             "--data.path", nano),
+    "pico": ("a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path",
+             pico),
+    "mqar": ("recall at zoology's settings, width 128, 2,000 steps; the learning rate decides much: see `ccq sweep`",
+             lambda system: zoology(system, "mqar")),
+    "mqar64": ("the same at width 64", lambda system: zoology(system, "mqar64")),
+    "mqar256": ("the same at width 256", lambda system: zoology(system, "mqar256")),
+    "tiny": ("recall in minutes on a laptop: no data, no GPU", tiny),
+}  # fmt: skip
 
 
 def make(system: str, size: str) -> Config:
     """The recipe of a system of ccq.systems at a size."""
-    config = TRAINED[size](system)
+    config = TRAINED[size][1](system)
     config.identity = Identity(system, size=size, recipe=recipe_name(system, size))
     return config
 

@@ -28,11 +28,16 @@ class System:
     label: str  # in tables and figures
     help: str  # in `ccq train --help`
     options: Mapping[str, Any]  # of CCQConfig, over those of the size
-    control: str | None  # the system that it is compared with
-    family: str  # its backbone: one colour a family
     line: tuple[str, str]  # dashes and marker, which tell apart the lines of a family
+    control: str | None = None  # the system that it is compared with
     paper: str | None = None  # its rows in report/paper.toml
     equal_state: bool = False  # keys so much longer that the state is as large as with a covariance beside it
+
+    @property
+    def family(self) -> str:
+        """The plain system of its backbone: one colour a family."""
+        mixer = self.options["mixer"]
+        return "transformer" if mixer == "attention" else mixer.replace("_", "-")
 
     def over(self, size: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a model: those of its size, and the system's over them."""
@@ -42,139 +47,77 @@ class System:
         return options
 
 
-_GLA = {"mixer": "gla"}
-_CCQ_GLA = {"mixer": "gla", "clean": True}
+_GLA, _LINEAR, _RETNET = {"mixer": "gla"}, {"mixer": "linear_attention"}, {"mixer": "retnet"}
 _HEDGEHOG = {"mixer": "gla", "feature_map": "hedgehog"}
-_GATED_DELTANET = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
-_CCQ_GATED_DELTANET = {**_GATED_DELTANET, "clean": True}
-_MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
-_LINEAR = {"mixer": "linear_attention"}
-_RETNET = {"mixer": "retnet"}
+_GDN = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
 _DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
+_MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
+_UNIT, _CLEAN = {"unit_qk": True}, {"clean": True}  # what a control and CCQ add to a backbone
+_PLAIN_LINE, _UNIT_LINE, _CCQ_LINE = ("--", "s"), (":", "D"), ("-", "o")
 
 # in the order of tables: the paper's seven with what varies them, then other controls and other backbones
 _ALL = (
-    System("mamba2", "Mamba2", "Mamba-2, without MLPs", _MAMBA2, None, "mamba2", ("--", "s"), "mamba2"),
-    System("gla", "GLA", "gated linear attention", _GLA, None, "gla", ("--", "s"), "gla"),
-    System(
-        "gla-unit", "Unit-norm GLA", "the control of CCQ-GLA: unit q and k, no cleaning",
-        {**_GLA, "unit_qk": True}, None, "gla", (":", "D"),
-    ),
-    System(
-        "gla-unit-equal-state", "Unit-norm GLA, equal state",
-        "unit GLA with keys so much longer that its state is as large as CCQ-GLA's with the covariance",
-        {**_GLA, "unit_qk": True}, None, "gla", ("-.", ">"), equal_state=True,
-    ),
-    System(
-        "gla-hedgehog", "GLA-Hedgehog", "GLA with Hedgehog's learned features",
-        _HEDGEHOG, None, "gla", (":", "v"), "gla-hedgehog",
-    ),
-    System(
-        "gated-deltanet", "Gated DeltaNet", "Gated DeltaNet; its q and k are unit vectors, so it is CCQ's control too",
-        _GATED_DELTANET, None, "gated-deltanet", ("--", "s"), "gated-deltanet",
-    ),
-    System("ccq-gla", "CCQ-GLA", "GLA + CCQ", _CCQ_GLA, "gla-unit", "gla", ("-", "o"), "ccq-gla"),
-    System(
-        "ccq-gla-no-decay", "CCQ-GLA, bias not decayed",
-        "CCQ-GLA whose gate's bias does not decay: what opens it then is its gradient",
-        {**_CCQ_GLA, "decay_gate_bias": False}, "gla-unit", "gla", ("--", "*"),
-    ),
-    System(
-        "ccq-gla-open", "CCQ-GLA, gate from 0.5", "CCQ-GLA whose gate starts at 0.5 instead of 0.01",
-        {**_CCQ_GLA, "gate_init": 0.5}, "gla-unit", "gla", ("-", "P"),
-    ),
-    System(
-        "ccq-gla-fixed-lam", "CCQ-GLA, lam 0.1", "CCQ-GLA with lam = 0.1 without a gate",
-        {**_CCQ_GLA, "fixed_lam": 0.1}, "gla-unit", "gla", (":", "h"),
-    ),
-    System(
-        "ccq-gla-stats", "CCQ-GLA, stats",
-        "cleaning without the norm: q and k as GLA has them, unit keys in the covariance only",
-        {**_CCQ_GLA, "normalize": "stats"}, "gla", "gla", ("-", "<"),
-    ),
-    System(
-        "ccq-gla-uncentred", "CCQ-GLA, uncentred", "CCQ-GLA, the mean of the keys not taken away",
-        {**_CCQ_GLA, "centred": False}, "gla-unit", "gla", ("-.", "d"),
-    ),
-    System(
-        "ccq-gated-deltanet", "CCQ-Gated DeltaNet", "Gated DeltaNet + CCQ",
-        _CCQ_GATED_DELTANET, "gated-deltanet", "gated-deltanet", ("-", "o"), "ccq-gated-deltanet",
-    ),
-    System(
-        "ccq-gated-deltanet-no-decay", "CCQ-Gated DeltaNet, bias not decayed",
-        "CCQ-Gated DeltaNet whose gate's bias does not decay",
-        {**_CCQ_GATED_DELTANET, "decay_gate_bias": False}, "gated-deltanet", "gated-deltanet", ("--", "*"),
-    ),
-    System(
-        "ccq-gated-deltanet-open", "CCQ-Gated DeltaNet, gate from 0.5",
-        "CCQ-Gated DeltaNet whose gate starts at 0.5",
-        {**_CCQ_GATED_DELTANET, "gate_init": 0.5}, "gated-deltanet", "gated-deltanet", ("-.", "P"),
-    ),
-    System(
-        "ccq-gated-deltanet-fixed-lam", "CCQ-Gated DeltaNet, lam 0.1",
-        "the paper's ablation: lam = 0.1 without a gate",
-        {**_CCQ_GATED_DELTANET, "fixed_lam": 0.1}, "gated-deltanet", "gated-deltanet", (":", "h"),
-        "ccq-gated-deltanet-fixed-lam",
-    ),
-    System(
-        "ccq-gated-deltanet-uncentred", "CCQ-Gated DeltaNet, uncentred",
-        "the paper's ablation: the mean of the keys is not taken away",
-        {**_CCQ_GATED_DELTANET, "centred": False}, "gated-deltanet", "gated-deltanet", ("--", "d"),
-        "ccq-gated-deltanet-uncentred",
-    ),
-    System(
-        "transformer", "Transformer", "softmax attention, RoPE, SwiGLU",
-        {"mixer": "attention"}, None, "transformer", ("-.", "x"), "transformer",
-    ),
-    System(
-        "gla-current-key", "GLA, current-key read", "unit GLA with Comba's read: q - d k of the same token, d learned",
-        {**_GLA, "unit_qk": True, "current_key_read": True}, "gla-unit", "gla", (":", "X"),
-    ),
-    System(
-        "gated-deltanet-current-key", "Gated DeltaNet, current-key read", "Gated DeltaNet with Comba's read",
-        {**_GATED_DELTANET, "current_key_read": True}, "gated-deltanet", "gated-deltanet", (":", "X"),
-    ),
-    System(
-        "ccq-gla-hedgehog", "CCQ-GLA-Hedgehog", "GLA-Hedgehog + CCQ",
-        {**_HEDGEHOG, "clean": True}, "gla-hedgehog", "gla", ("-", "v"),
-    ),
+    System("mamba2", "Mamba2", "Mamba-2, without MLPs", _MAMBA2, _PLAIN_LINE, paper="mamba2"),
+    System("gla", "GLA", "gated linear attention", _GLA, _PLAIN_LINE, paper="gla"),
+    System("gla-unit", "Unit-norm GLA", "the control of CCQ-GLA: unit q and k, no cleaning",
+           _GLA | _UNIT, _UNIT_LINE),
+    System("gla-unit-equal-state", "Unit-norm GLA, equal state",
+           "unit GLA with keys so much longer that its state is as large as CCQ-GLA's with the covariance",
+           _GLA | _UNIT, ("-.", ">"), equal_state=True),
+    System("gla-hedgehog", "GLA-Hedgehog", "GLA with Hedgehog's learned features",
+           _HEDGEHOG, (":", "v"), paper="gla-hedgehog"),
+    System("gated-deltanet", "Gated DeltaNet",
+           "Gated DeltaNet; its q and k are unit vectors, so it is CCQ's control too",
+           _GDN, _PLAIN_LINE, paper="gated-deltanet"),
+    System("ccq-gla", "CCQ-GLA", "GLA + CCQ", _GLA | _CLEAN, _CCQ_LINE, "gla-unit", "ccq-gla"),
+    System("ccq-gla-no-decay", "CCQ-GLA, bias not decayed",
+           "CCQ-GLA whose gate's bias does not decay: what opens it then is its gradient",
+           _GLA | _CLEAN | {"decay_gate_bias": False}, ("--", "*"), "gla-unit"),
+    System("ccq-gla-open", "CCQ-GLA, gate from 0.5", "CCQ-GLA whose gate starts at 0.5 instead of 0.01",
+           _GLA | _CLEAN | {"gate_init": 0.5}, ("-", "P"), "gla-unit"),
+    System("ccq-gla-fixed-lam", "CCQ-GLA, lam 0.1", "CCQ-GLA with lam = 0.1 without a gate",
+           _GLA | _CLEAN | {"fixed_lam": 0.1}, (":", "h"), "gla-unit"),
+    System("ccq-gla-stats", "CCQ-GLA, stats",
+           "cleaning without the norm: q and k as GLA has them, unit keys in the covariance only",
+           _GLA | _CLEAN | {"normalize": "stats"}, ("-", "<"), "gla"),
+    System("ccq-gla-uncentred", "CCQ-GLA, uncentred", "CCQ-GLA, the mean of the keys not taken away",
+           _GLA | _CLEAN | {"centred": False}, ("-.", "d"), "gla-unit"),
+    System("ccq-gated-deltanet", "CCQ-Gated DeltaNet", "Gated DeltaNet + CCQ",
+           _GDN | _CLEAN, _CCQ_LINE, "gated-deltanet", "ccq-gated-deltanet"),
+    System("ccq-gated-deltanet-no-decay", "CCQ-Gated DeltaNet, bias not decayed",
+           "CCQ-Gated DeltaNet whose gate's bias does not decay",
+           _GDN | _CLEAN | {"decay_gate_bias": False}, ("--", "*"), "gated-deltanet"),
+    System("ccq-gated-deltanet-open", "CCQ-Gated DeltaNet, gate from 0.5",
+           "CCQ-Gated DeltaNet whose gate starts at 0.5",
+           _GDN | _CLEAN | {"gate_init": 0.5}, ("-.", "P"), "gated-deltanet"),
+    System("ccq-gated-deltanet-fixed-lam", "CCQ-Gated DeltaNet, lam 0.1",
+           "the paper's ablation: lam = 0.1 without a gate",
+           _GDN | _CLEAN | {"fixed_lam": 0.1}, (":", "h"), "gated-deltanet", "ccq-gated-deltanet-fixed-lam"),
+    System("ccq-gated-deltanet-uncentred", "CCQ-Gated DeltaNet, uncentred",
+           "the paper's ablation: the mean of the keys is not taken away",
+           _GDN | _CLEAN | {"centred": False}, ("--", "d"), "gated-deltanet", "ccq-gated-deltanet-uncentred"),
+    System("transformer", "Transformer", "softmax attention, RoPE, SwiGLU",
+           {"mixer": "attention"}, ("-.", "x"), paper="transformer"),
+    System("gla-current-key", "GLA, current-key read",
+           "unit GLA with Comba's read: q - d k of the same token, d learned",
+           _GLA | _UNIT | {"current_key_read": True}, (":", "X"), "gla-unit"),
+    System("gated-deltanet-current-key", "Gated DeltaNet, current-key read", "Gated DeltaNet with Comba's read",
+           _GDN | {"current_key_read": True}, (":", "X"), "gated-deltanet"),
+    System("ccq-gla-hedgehog", "CCQ-GLA-Hedgehog", "GLA-Hedgehog + CCQ",
+           _HEDGEHOG | _CLEAN, ("-", "v"), "gla-hedgehog"),
     # other writes, to show that the cleaning does not depend on them
-    System(
-        "linear-attention", "Linear attention", "linear attention without forgetting",
-        _LINEAR, None, "linear-attention", ("--", "s"),
-    ),
-    System(
-        "linear-attention-unit", "Unit-norm Linear attention", "the control of CCQ-Linear attention",
-        {**_LINEAR, "unit_qk": True}, None, "linear-attention", (":", "D"),
-    ),
-    System(
-        "ccq-linear-attention", "CCQ-Linear attention", "linear attention + CCQ",
-        {**_LINEAR, "clean": True}, "linear-attention-unit", "linear-attention", ("-", "o"),
-    ),
-    System("retnet", "RetNet", "RetNet: a fixed decay a head", _RETNET, None, "retnet", ("--", "s")),
-    System(
-        "retnet-unit", "Unit-norm RetNet", "the control of CCQ-RetNet",
-        {**_RETNET, "unit_qk": True}, None, "retnet", (":", "D"),
-    ),
-    System(
-        "ccq-retnet", "CCQ-RetNet", "RetNet + CCQ", {**_RETNET, "clean": True}, "retnet-unit", "retnet", ("-", "o")
-    ),
-    System(
-        "deltanet", "DeltaNet", "DeltaNet: the delta rule without forgetting",
-        _DELTANET, None, "deltanet", ("--", "s"),
-    ),
-    System(
-        "ccq-deltanet", "CCQ-DeltaNet", "DeltaNet + CCQ",
-        {**_DELTANET, "clean": True}, "deltanet", "deltanet", ("-", "o"),
-    ),
-    System(
-        "mamba2-unit", "Unit-norm Mamba2", "the control of CCQ-Mamba2",
-        {**_MAMBA2, "unit_qk": True}, None, "mamba2", (":", "D"),
-    ),
-    System(
-        "ccq-mamba2", "CCQ-Mamba2", "Mamba-2 + CCQ",
-        {**_MAMBA2, "clean": True}, "mamba2-unit", "mamba2", ("-", "o"),
-    ),
+    System("linear-attention", "Linear attention", "linear attention without forgetting", _LINEAR, _PLAIN_LINE),
+    System("linear-attention-unit", "Unit-norm Linear attention", "the control of CCQ-Linear attention",
+           _LINEAR | _UNIT, _UNIT_LINE),
+    System("ccq-linear-attention", "CCQ-Linear attention", "linear attention + CCQ",
+           _LINEAR | _CLEAN, _CCQ_LINE, "linear-attention-unit"),
+    System("retnet", "RetNet", "RetNet: a fixed decay a head", _RETNET, _PLAIN_LINE),
+    System("retnet-unit", "Unit-norm RetNet", "the control of CCQ-RetNet", _RETNET | _UNIT, _UNIT_LINE),
+    System("ccq-retnet", "CCQ-RetNet", "RetNet + CCQ", _RETNET | _CLEAN, _CCQ_LINE, "retnet-unit"),
+    System("deltanet", "DeltaNet", "DeltaNet: the delta rule without forgetting", _DELTANET, _PLAIN_LINE),
+    System("ccq-deltanet", "CCQ-DeltaNet", "DeltaNet + CCQ", _DELTANET | _CLEAN, _CCQ_LINE, "deltanet"),
+    System("mamba2-unit", "Unit-norm Mamba2", "the control of CCQ-Mamba2", _MAMBA2 | _UNIT, _UNIT_LINE),
+    System("ccq-mamba2", "CCQ-Mamba2", "Mamba-2 + CCQ", _MAMBA2 | _CLEAN, _CCQ_LINE, "mamba2-unit"),
 )  # fmt: skip
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}
 

@@ -39,7 +39,7 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
         return "".join(f"\n  {name:<29} {line}" for name, line in lines.items())
 
     systems = table({name.replace("-", "_"): system.help for name, system in SYSTEMS.items()})
-    sizes = table({size: (make.__doc__ or "").splitlines()[0] for size, make in TRAINED.items()})
+    sizes = table({size: line for size, (line, _) in TRAINED.items()})
     parser = argparse.ArgumentParser(
         prog=f"ccq {command}",
         description=description,

@@ -20,7 +20,7 @@ from ccq.cli import main
 from ccq.train.loop import Trainer
 
 SMALL = demo.Settings(
-    systems=("gla", "ccq_gla"),
+    systems=("gla", "ccq-gla"),
     device="cpu",
     steps=4,
     recall=((16, 2, 8), (32, 4, 8)),
