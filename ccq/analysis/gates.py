@@ -31,6 +31,7 @@ from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
 from ccq.systems import Identity
+from ccq.train.config import read
 
 PLACES = ("text", "filler", "needle", "question", "retrieval")
 
@@ -135,19 +136,10 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
     """sigmoid(bias) after each of `steps` if no gradient reached it; None where the run's config is not there."""
     if not config.exists():
         return None
-    from ccq.train.config import read
     from ccq.train.optimizer import pure_decay
 
     curve = pure_decay(read(config))
     return [float(curve[min(step, len(curve) - 1)]) for step in steps]
-
-
-def of_run(folder: Path, name: str) -> Identity:
-    """What a run is of; the log by itself does not say it."""
-    from ccq.train.config import read
-
-    config = folder / "config.json"
-    return read(config).identity if config.exists() else Identity(name)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -176,7 +168,9 @@ def main(argv: Sequence[str]) -> int:
             "text": "filler" if arguments.text is None else arguments.text.name,
         }
     else:
-        result |= {"identity": asdict(of_run(arguments.run, name)), "model": {"name": name}}
+        config = arguments.run / "config.json"  # the log by itself does not say what it is of
+        identity = read(config).identity if config.exists() else Identity(name)
+        result |= {"identity": asdict(identity), "model": {"name": name}}
     stem = f"gate_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
     draw(lambda figures: figures.gate(result, arguments.out, stem))

@@ -30,6 +30,7 @@ from ccq.systems import SYSTEMS, compared, recipe_name
 TRAINED = compared("ccq-gla", "ccq-gla-open")  # a backbone, its control, and CCQ
 TRIO = {f"{system}-pico": system for system in compared("ccq-gla")}  # that ship
 STATE, LOG = "demo.json", "log.txt"
+FORMAT = 2  # of the results: they say what they are of
 
 
 @dataclass
@@ -79,18 +80,18 @@ class Record:
     def note(self, step: Step, finished: bool) -> None:
         from ccq.data.shards import write_atomically
 
-        self.steps[step.folder] = {"decides": step.decides, "finished": finished}
+        self.steps[step.folder] = {"decides": step.decides, "finished": finished, "format": FORMAT}
         write_atomically(self.path, (json.dumps({"steps": self.steps}, indent=1) + "\n").encode())
 
     def finished(self, step: Step) -> bool:
-        told = self.steps.get(step.folder, {})
         there = all((self.path.parent / step.folder / name).exists() for name in step.leaves)
-        return there and told.get("finished") is True and told.get("decides") == as_json(step.decides)
+        return there and not self.differs(step) and self.steps.get(step.folder, {}).get("finished") is True
 
     def differs(self, step: Step) -> bool:
-        """Whether what lies there was begun with other settings."""
+        """Whether what lies there was begun with other settings, or by an older version."""
         told = self.steps.get(step.folder)
-        return told is not None and told.get("decides") != as_json(step.decides)
+        now = (as_json(step.decides), FORMAT)
+        return told is not None and (told.get("decides"), told.get("format")) != now
 
 
 def label(system: str) -> str:
@@ -110,27 +111,16 @@ def plan(settings: Settings) -> list[Step]:
     out, seed = settings.out, settings.seed
     device = settings.device or best_device()
     steps = [
-        Step(
-            "regimes",
-            "A needle among distractors: one read, constructed",
-            5,
-            lambda: three_regimes(out / "regimes", seed),
-            {"seed": seed},
-            ("scores.json", "scores.png", "scores.svg"),
-        )
-    ]
+        Step("regimes", "A needle among distractors: one read, constructed", 5,
+             lambda: three_regimes(out / "regimes", seed), {"seed": seed}, ("scores.json", "scores.png", "scores.svg"))
+    ]  # fmt: skip
     for system in settings.systems:
-        decides = {"steps": settings.steps, "recall": settings.recall, "seed": seed}
-        steps.append(
-            Step(
-                recipe_name(system, "tiny"),
-                f"{label(system)} learns recall: {settings.steps} steps, then a test",
-                15,
-                lambda system=system: recall(settings, system, device),  # type: ignore[misc]
-                decides,
-                ("config.json", "log.jsonl", "eval/mqar.json"),
-            )
-        )
+        steps.append(Step(
+            recipe_name(system, "tiny"), f"{label(system)} learns recall: {settings.steps} steps, then a test", 15,
+            lambda system=system: recall(settings, system, device),  # type: ignore[misc]
+            {"steps": settings.steps, "recall": settings.recall, "seed": seed},
+            ("config.json", "log.jsonl", "eval/mqar.json"),
+        ))  # fmt: skip
     ship = [name for name in TRIO if name in shipped.names()]
     for name in ship:
         shipped.verify(shipped.root() / name)
@@ -140,27 +130,18 @@ def plan(settings: Settings) -> list[Step]:
             "needles": [settings.needle_lengths, settings.needle_samples, settings.answer_tokens],
             "lengths": [settings.lengths, settings.tokens],
         }
-        steps.append(
-            Step(
-                name,
-                f"{name}, trained on text: needles, and perplexity by length",
-                30,
-                lambda name=name: try_model(settings, name, device),  # type: ignore[misc]
-                decides,
-                ("niah.json", "length.json"),
-            )
-        )
+        steps.append(Step(
+            name, f"{name}, trained on text: needles, and perplexity by length", 30,
+            lambda name=name: try_model(settings, name, device),  # type: ignore[misc]
+            decides, ("niah.json", "length.json"),
+        ))  # fmt: skip
     if "ccq-gla-pico" in ship:
-        steps.append(
-            Step(
-                "alignment",
-                "ccq-gla-pico: do needle keys lie off the directions of most variance?",
-                8,
-                lambda: alignment(settings, device),
-                {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
-                ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
-            )
-        )
+        steps.append(Step(
+            "alignment", "ccq-gla-pico: do needle keys lie off the directions of most variance?", 8,
+            lambda: alignment(settings, device),
+            {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
+            ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
+        ))  # fmt: skip
     return steps
 
 
@@ -206,11 +187,7 @@ def recall(settings: Settings, system: str, device: str) -> None:
         if code:
             raise Stopped(code)
         model, _ = load_weights(run)
-        options = Options(
-            out=run / "eval",
-            slices=settings.recall,
-            seed=settings.seed,
-        )
+        options = Options(out=run / "eval", slices=settings.recall, seed=settings.seed)
         with quietly(settings):
             evaluate(model.to(device), None, "mqar", options, run.name)
 
@@ -225,13 +202,9 @@ def try_model(settings: Settings, name: str, device: str) -> None:
     with quietly(settings):
         model, tokenizer = ccq.load(str(shipped.root() / name), device=device, dtype=dtype)
         needles = Options(
-            out=settings.out / name,
-            tasks=("niah_single_1", "niah_book"),
-            lengths=settings.needle_lengths,
-            limit=settings.needle_samples,
-            answer_tokens=settings.answer_tokens,
-            keys="odd",
-        )
+            out=settings.out / name, tasks=("niah_single_1", "niah_book"), lengths=settings.needle_lengths,
+            limit=settings.needle_samples, answer_tokens=settings.answer_tokens, keys="odd",
+        )  # fmt: skip
         evaluate(model, tokenizer, "niah", needles, name)
         lengths = Options(out=settings.out / name, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
         evaluate(model, tokenizer, "length", lengths, name)

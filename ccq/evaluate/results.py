@@ -42,42 +42,36 @@ def model_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def lam_changed(model: torch.nn.Module) -> str | None:
-    """What `ccq.analysis.intervene` makes of the gates at this moment, which no weight says; None: nothing."""
-    layers = {name: which for name, which in interventions(model).items() if name not in ("", "none")}
-    return "; ".join(f"{name} in {', '.join(map(str, which))}" for name, which in layers.items()) or None
-
-
 def interventions(model: torch.nn.Module) -> dict[str, list[int]]:
-    """{what is made of lam: in which layers}; "" for those where nothing is."""
+    """{what `ccq.analysis.intervene` makes of lam at this moment: in which layers}; "" where it makes nothing."""
     layers: dict[str, list[int]] = {}
     for layer, gate in enumerate(module for module in model.modules() if hasattr(module, "intervention")):
-        change, name = gate.intervention, ""
-        if change is not None:
-            name = str(getattr(change, "name", "") or getattr(change, "__qualname__", type(change).__qualname__))
-        layers.setdefault(name, []).append(layer)
+        change = gate.intervention
+        name = getattr(change, "name", "") or getattr(change, "__qualname__", type(change).__qualname__)
+        layers.setdefault("" if change is None else str(name), []).append(layer)
     return layers
+
+
+def lam_changed(model: torch.nn.Module) -> str | None:
+    """What is made of the gates, which no weight says; None: nothing."""
+    layers = {name: which for name, which in interventions(model).items() if name not in ("", "none")}
+    return "; ".join(f"{name} in {', '.join(map(str, which))}" for name, which in layers.items()) or None
 
 
 def identity_of(model: torch.nn.Module, name: str) -> dict:
     """What a result of this model is of: what its config says; of ours without that what its options tell; of any other
     what the user calls it."""
     config: Any = getattr(model, "config", None)
-    if told := getattr(config, "identity", None):
-        identity = Identity(**told)
-    elif getattr(config, "model_type", "") == "ccq":
+    told = getattr(config, "identity", None) or {"system": name}
+    if getattr(config, "model_type", "") == "ccq" and not config.identity:
         from ccq.model.config import recognise
 
-        system, size, variant = recognise(config.to_dict())
-        identity = Identity(system, variant, size)
-    else:
-        identity = Identity(name)
-    changes = list(interventions(model))
-    if changes in (["none"], ["off"]):
-        identity = identity.varied({"none": UNCHANGED, "off": OFF}[changes[0]])
-    elif changed := lam_changed(model):
-        identity = identity.varied(f"lam {changed.replace(', ', ' ')} at inference")
-    return dataclasses.asdict(identity)
+        told = dict(zip(("system", "size", "variant"), recognise(config.to_dict()), strict=True))
+    changes, changed = list(interventions(model)), lam_changed(model) or ""
+    words = f"lam {changed.replace(', ', ' ')} at inference" if changed else ""
+    if changes in (["none"], ["off"]):  # in all layers
+        words = {"none": UNCHANGED, "off": OFF}[changes[0]]
+    return dataclasses.asdict(Identity(**told).varied(words))
 
 
 def tokenizer_hash(tokenizer) -> str | None:

@@ -185,8 +185,6 @@ def _divides(name: str, value: int, whole_name: str, whole: int) -> None:
 
 # The options that make a size. "layers": of a linear-attention model, of the Transformer and of Mamba2, whose layers
 # weigh less; with them all three weigh about the same.
-_TINY = {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
-         "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256}  # fmt: skip
 _SHAPES: dict[str, dict[str, Any]] = {
     "1.3b": {"layers": (21, 24, 48), "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 6,
              "key_size": 256, "value_size": 512},
@@ -196,7 +194,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
              "key_size": 128, "value_size": 256},
     "pico": {"layers": (4, 5, 8), "hidden_size": 256, "intermediate_size": 704, "num_heads": 3,
              "key_size": 64, "value_size": 128, "vocab_size": 8192, "tie_word_embeddings": True},
-    "tiny": _TINY,
+    "tiny": {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+             "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
 }  # fmt: skip
 _WIDTHS = {"mqar256": 256, "mqar": 128, "mqar64": 64}  # of zoology's recall models
 

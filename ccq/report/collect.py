@@ -393,13 +393,6 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     return source
 
 
-def trained_on(data: dict) -> tuple[int, str]:
-    """(how much of it a step takes, what that is) of a run's data."""
-    if data.get("source") == "tokens":
-        return int(data["batch"]) * int(data["length"]), "tokens"
-    return int(data.get("batch") or 0), "samples"
-
-
 def longest(runs: list[Source]) -> list[Source]:
     """Of each system the longest runs: shorter ones are those of a sweep over learning rates."""
     most: dict[System | None, int] = {}

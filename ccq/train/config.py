@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,22 +143,14 @@ class Config:
             )
         if self.runtime.workers not in (0, 1):
             raise RunError(f"runtime.workers: expected 0 or 1, got {self.runtime.workers}")
-        for name, value, least in (
-            ("steps", self.steps, 1),
-            ("data.length", self.data.length, 1),
-            ("data.batch", self.data.batch, 1),
-            ("optimizer.lr", self.optimizer.lr, 0),
-            ("optimizer.warmup", self.optimizer.warmup, 0),
-            ("optimizer.weight_decay", self.optimizer.weight_decay, 0),
-            ("runtime.micro_batch", self.runtime.micro_batch, 1),
-            ("runtime.checkpoint_every", self.runtime.checkpoint_every, 1),
-            ("runtime.keep", self.runtime.keep, 1),
-            ("runtime.log_every", self.runtime.log_every, 1),
-            ("runtime.validate_every", self.runtime.validate_every, 1),
-            ("runtime.validate_windows", self.runtime.validate_windows, 1),
-            ("runtime.patience", self.runtime.patience, 1),
-            ("runtime.sample_every", self.runtime.sample_every, 0),
-        ):
+        least_of = {
+            "steps": 1, "data.length": 1, "data.batch": 1, "optimizer.lr": 0, "optimizer.warmup": 0,
+            "optimizer.weight_decay": 0, "runtime.micro_batch": 1, "runtime.checkpoint_every": 1, "runtime.keep": 1,
+            "runtime.log_every": 1, "runtime.validate_every": 1, "runtime.validate_windows": 1, "runtime.patience": 1,
+            "runtime.sample_every": 0,
+        }  # fmt: skip
+        for name, least in least_of.items():
+            value = operator.attrgetter(name)(self)
             if not math.isfinite(value):
                 raise RunError(f"{name}: expected a finite number, got {value}")
             if value < least:
@@ -190,13 +183,12 @@ def other_data(config: Config) -> list[str]:
     from ccq.recipes import recipe  # which imports this module
 
     data, usual = config.data, recipe(config.identity.recipe).data
-    if data.source != usual.source:
-        return ["trained on text" if data.source == "tokens" else "trained on recall"]
-    if data.source == "mqar":
-        same = (data.slices, data.recall_vocab_size) == (usual.slices, usual.recall_vocab_size)
-        return [] if same else ["other recall samples"]
-    words = [f"windows of {data.length}"] if data.length != usual.length else []
-    return words + ["state reset at documents"] * (data.reset and not usual.reset)
+    words = {
+        "source": f"trained on {data.source}", "length": f"windows of {data.length}",
+        "reset": f"state {'reset at' if data.reset else 'kept over'} documents",
+        "slices": "other recall samples", "recall_vocab_size": "other recall samples",
+    }  # fmt: skip
+    return [said for name, said in words.items() if getattr(data, name) != getattr(usual, name)]
 
 
 def identified(config: Config, needles: float | None = None) -> Config:
@@ -254,10 +246,12 @@ def read(path: Path) -> Config:
         raise RunError(f"{path} is not a config of this version of ccq: {error}") from None
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    def tuples(value: Any) -> Any:
-        return tuple(tuples(x) for x in value) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(tuples(x) for x in value) if isinstance(value, list) else value
 
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value if name == "eos_token_id" else tuples(value) for name, value in fields.items()}
 
 

@@ -58,7 +58,7 @@ def plan(name: str, config: Config, gpus: int) -> Plan:
     length = config.data.length if config.data.source == "tokens" else max(s[0] for s in config.data.slices)
     micro = config.data.batch // gpus // accumulate * length  # tokens
     model = info(model_config(config.model), length)
-    speed = speed_of(name, model, length)
+    speed = speed_of(name, config, model, length)
     compute = micro / speed.rate
     wait, where = (0.0, "") if gpus == 1 else communication(model, gpus)
     return Plan(
@@ -113,14 +113,14 @@ def measured() -> dict[tuple[str, str, int], Speed]:
     return found
 
 
-def speed_of(name: str, model: Info, length: int) -> Speed:
+def speed_of(name: str, config: Config, model: Info, length: int) -> Speed:
     """Measured here, else the paper's, else that of GLA-1.3B at the same FLOP/s."""
     from ccq.recipes import recipe
 
     made = recipe(name.replace("-", "_"))
     system, scale = made.identity.system, made.identity.size
     here = measured()
-    same = made.model == _options(model)
+    same = made.model == config.model
     if same and (system, scale, length) in here:
         return here[system, scale, length]
     if same and scale == "1.3b" and system in PAPER and length == 4096:
@@ -131,12 +131,6 @@ def speed_of(name: str, model: Info, length: int) -> Speed:
         other.rate * known.train_flops / model.train_flops,
         f"a guess: as many FLOP/s as GLA-1.3B ({other.source}), on the same GPU",
     )
-
-
-def _options(model: Info):
-    from ccq.train.config import ModelOptions
-
-    return ModelOptions(**{name: getattr(model.config, name) for name in ModelOptions.__dataclass_fields__})
 
 
 def main(argv: Sequence[str]) -> int:

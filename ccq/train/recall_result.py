@@ -33,7 +33,7 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
     where = provenance()
     used = [config.data.slices[number] for number in run.data.slices]
     asked = [s[1] * s[2] for s in slices]
-    curve = [accuracies(counts, asked) for _, counts in looks]
+    curve = [np.array(counts) / np.array(asked) for _, counts in looks]
     return {
         "identity": dataclasses.asdict(config.identity),
         "lr": config.optimizer.lr,
@@ -47,9 +47,7 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
         "parameters": {"body": numbers.body, "embeddings": numbers.embedding},
         "state_bytes": sum(state_bytes(mixer) for mixer in layers),
         "covariance_bytes": sum(state_bytes(mixer, "covariance") for mixer in layers),
-        "model": {
-            name: value for name, value in dataclasses.asdict(config.model).items() if not name.endswith("token_id")
-        },
+        "model": {name: x for name, x in dataclasses.asdict(config.model).items() if not name.endswith("token_id")},
         "valid": {
             "accuracy": round(float(np.mean(curve[-1])), 6),
             "slices": [
@@ -70,10 +68,6 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
         "dirty": where["dirty"],
         "date": where["date"],
     }
-
-
-def accuracies(right: Sequence[int], asked: Sequence[int]) -> np.ndarray:
-    return np.array(right) / np.array(asked)
 
 
 def test_scores(slices: Sequence[tuple], right: list[np.ndarray]) -> dict[str, Any]:
@@ -97,9 +91,9 @@ def gate_path(config: Config, lams: np.ndarray, at: np.ndarray) -> dict[str, Any
 
 def state_bytes(mixer: Any, part: str | None = None) -> int:
     """Of one sequence of 256 tokens in fp32, all of it or one part."""
-    if part is None and "length" in mixer.new_state(1, "meta", torch.float32, 256):  # attention: keys and values
-        return 2 * 256 * mixer.key_heads * mixer.size * 4
     state = mixer.new_state(1, "meta", torch.float32, 256)
+    if part is None and "length" in state:  # attention: keys and values
+        return 2 * 256 * mixer.key_heads * mixer.size * 4
     return sum(x.nbytes for x in pytree.tree_leaves(state if part is None else state.get(part, {})))
 
 

@@ -68,14 +68,6 @@ class Spec:
         rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
         return f"{self.row}-{self.size}-lr{rate}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
 
-    @staticmethod
-    def row_of(name: str) -> str:
-        return name.partition("-")[0]
-
-    @staticmethod
-    def is_repeat(name: str) -> bool:
-        return "-r0" not in name
-
     def config(self) -> Any:
         from ccq.recipes import recipe
         from ccq.train.config import identified
@@ -302,7 +294,7 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
     """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
     try:
         content = json.loads(path.read_text())
-        unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
+        unfinished = {name.partition("-")[0] for name in content["missing"] if "-r0" in name}  # no repeats
         chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
         theirs = content.get("size", size)
     except FileNotFoundError:
@@ -511,6 +503,8 @@ def check_test_samples(groups: list[list[Spec]], out: Path, samples: int) -> Non
 
 def change(text: str) -> tuple[str, Any]:
     """A field and its value, lists as tuples."""
+    from ccq.train.config import tuples
+
     name, sign, value = text.partition("=")
     if not sign:
         raise RunError(f"--set: expected FIELD=JSON, got {text!r}")
@@ -520,7 +514,3 @@ def change(text: str) -> tuple[str, Any]:
         return name, tuples(json.loads(value))
     except json.JSONDecodeError:
         return name, value
-
-
-def tuples(value: Any) -> Any:
-    return tuple(tuples(x) for x in value) if isinstance(value, list) else value
