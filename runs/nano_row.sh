@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # One language model of the comparison at nano, from the choice of its rate to its results:
 #   EVAL=DIR bash runs/nano_row.sh ROW SEED DATA OUT
-# ROW is a system of ccq/recipes.py (gla, gla_unit, ccq_gla, ...), or ROW_conv, the same with a convolution of 4 tokens for
+# ROW is a system of ccq/systems.py (gla, gla_unit, ccq_gla, ...), or ROW_conv, the same with a convolution of 4 tokens for
 # q, k and v; DATA a set of runs/prepare_nano.sh with valid/ beside it, EVAL the evaluation data. The rate is the best of
-# three after 25M tokens on validation text, with a seed that is not reported; RATE=2e-3 skips that. REPEAT=-repeat runs a
-# seed once more, beside the first. What is finished is not run again.
+# three after 25M tokens on validation text, with a seed that is not reported; RATE=2e-3 skips that. REPEAT=1 runs a seed
+# once more, beside the first. VARIANT says how DATA differ from the usual. What is finished is not run again.
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
 recipe=${row%_conv}_nano
-common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --system.workers 1 --system.sample-every 0)
+common=(--data.path "$data" --data.valid-path "$(dirname "$data")/valid" --runtime.workers 1 --runtime.sample-every 0)
+[ -z "${VARIANT:-}" ] || common+=(--identity.variant "$VARIANT")
 case $row in *_conv) common+=(--model.conv-size 4) ;; esac
 rate=${RATE:-}
 if [ -z "$rate" ]; then
@@ -19,7 +20,7 @@ if [ -z "$rate" ]; then
     for lr in 1e-3 2e-3 4e-3; do
       [ -e "$out/sweep/$row-$lr/checkpoints/step-00000763" ] ||
         $ccq train "$recipe" --run-dir "$out/sweep/$row-$lr" --seed 1000 --steps 763 --optimizer.warmup 38 \
-          --optimizer.lr $lr --system.checkpoint-every 100000 "${common[@]}"
+          --optimizer.lr $lr --runtime.checkpoint-every 100000 "${common[@]}"
     done
   ) 9> "$out/sweep/$row.lock"
   rate=$(python3 - "$out/sweep/$row" <<'P'
@@ -35,10 +36,10 @@ print(min(losses, key=losses.get))
 P
 )
 fi
-run=$out/$row-seed$seed${REPEAT:-}
+run=$out/$row-seed$seed${REPEAT:+-repeat}
 if [ ! -f "$run/model/config.json" ]; then
-  $ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --system.checkpoint-every 100000 \
-    "${common[@]}"
+  $ccq train "$recipe" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" --runtime.checkpoint-every 100000 \
+    --identity.repeat "${REPEAT:-0}" "${common[@]}"
   $ccq export "$run" "$run/model" --dtype bf16
 fi
 evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }

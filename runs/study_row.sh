@@ -10,8 +10,8 @@
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
-common=(--data.path "$data/needles" --data.valid-path "$data/valid" --system.workers 1 --system.sample-every 0
-  --system.checkpoint-every 100000 --system.no-tensorboard)
+common=(--data.path "$data/needles" --data.valid-path "$data/valid" --runtime.workers 1 --runtime.sample-every 0
+  --runtime.checkpoint-every 100000 --runtime.no-tensorboard)
 case $row in *gla*) common+=(--model.conv-size 4) ;; esac
 rates=(1e-3 2e-3 4e-3)
 if [ "$seed" = sweep ]; then

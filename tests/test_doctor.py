@@ -230,7 +230,7 @@ def test_a_cpu_on_which_bf16_kills_is_told_and_refused(monkeypatch, tmp_path, ca
     monkeypatch.chdir(tmp_path)
     asked = ["--device", "cpu", "--out", "nowhere"]
     for command in (
-        ["train", "gla_pico", "--run-dir", "nowhere", "--data.path", "nothing", "--system.device", "cpu"],
+        ["train", "gla_pico", "--run-dir", "nowhere", "--data.path", "nothing", "--runtime.device", "cpu"],
         ["sweep", "mqar", "--tier", "rows", *asked],
         ["eval", "gla-pico", "--suite", "length", "--tasks", "book", "--dtype", "bfloat16", *asked],
     ):

@@ -16,7 +16,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
 from ccq.ops.reference import unit
+from ccq.systems import Identity
 
 TOP = 16
 BINS = 40  # of the histograms, from 0 to 1
@@ -274,11 +275,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
     model, tokenizer = load(arguments)
-    name = arguments.name or name_of(arguments.model) + (", untrained" if arguments.untrained else "")
+    name = arguments.name or name_of(arguments.model)
     if arguments.untrained:
         model = untrained(model)
     begin = time.perf_counter()
-    result: dict[str, Any] = {"kind": "alignment", "model": describe(model, name)}
+    result: dict[str, Any] = {"kind": "alignment", **describe(model, name)}
+    if arguments.untrained:
+        result["identity"] = asdict(Identity(**result["identity"]).varied("untrained"))
+        name = result["model"]["name"] = arguments.name or f"{name}, untrained"
     result |= measure(model, tokenizer, prompts, arguments.bos, progress)
     result["settings"] = {
         "variants": arguments.variants,

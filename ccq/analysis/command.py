@@ -15,6 +15,7 @@ import torch
 from ccq.analysis.errors import AnalysisError
 from ccq.data.shards import write_atomically
 from ccq.evaluate import DTYPES
+from ccq.evaluate.results import identity_of
 from ccq.provenance import provenance
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,15 +77,16 @@ def draw(make: Callable[[Any], Iterable[Path]]) -> None:
 
 
 def describe(model: Any, name: str) -> dict:
-    """What a result says of its model."""
+    """What a result says of its model: what it is of, and what it is."""
     parameters = list(model.parameters())
-    return {
+    told = {
         "name": name,
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": parameters[0].device.type,
     }
+    return {"identity": identity_of(model, name), "model": told}
 
 
 def name_of(model: str) -> str:

@@ -18,6 +18,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from ccq.analysis.command import add_model_arguments, add_prompt_arguments, desc
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
+from ccq.systems import Identity
+from ccq.train.config import read
 
 PLACES = ("text", "filler", "needle", "question", "retrieval")
 
@@ -133,7 +136,6 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
     """sigmoid(bias) after each of `steps` if no gradient reached it; None where the run's config is not there."""
     if not config.exists():
         return None
-    from ccq.train.config import read
     from ccq.train.optimizer import pure_decay
 
     curve = pure_decay(read(config))
@@ -158,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
         prompts = make_prompts(arguments.variants, arguments.sentences)
         text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
         model, tokenizer = load(arguments)
-        result["model"] = describe(model, name)
+        result |= describe(model, name)
         result |= measure(model, tokenizer, prompts, text, arguments.bos)
         result["settings"] = {
             "variants": arguments.variants,
@@ -166,7 +168,9 @@ def main(argv: Sequence[str]) -> int:
             "text": "filler" if arguments.text is None else arguments.text.name,
         }
     else:
-        result["model"] = {"name": name}
+        config = arguments.run / "config.json"  # the log by itself does not say what it is of
+        identity = read(config).identity if config.exists() else Identity(name)
+        result |= {"identity": asdict(identity), "model": {"name": name}}
     stem = f"gate_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
     draw(lambda figures: figures.gate(result, arguments.out, stem))

@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
             assert found is not None, "there is a result where no stage was asked for"
             row["suites"][suite] = {key: score["value"] for key, score in found["scores"].items()}
         rows.append(row)
-    result = {"kind": "intervene", "model": describe(model, name), "cleaning_layers": count, "rows": rows}
+    result = {"kind": "intervene", **describe(model, name), "cleaning_layers": count, "rows": rows}
     write(arguments.out / "intervene.json", result)
     show(rows)
     return int(failed)

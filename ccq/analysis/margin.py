@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
         prompts = [own_prompt(arguments.prompt, arguments.needle)]
     model, tokenizer = load(arguments)
     name = arguments.name or name_of(arguments.model)
-    result = {"kind": "margin", "model": describe(model, name), "lam": arguments.lam}
+    result = {"kind": "margin", **describe(model, name), "lam": arguments.lam}
     result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
     stem = f"margin_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)

@@ -18,6 +18,7 @@ from ccq.bench import systems
 from ccq.bench.live import LiveTable
 from ccq.bench.results import provenance, write
 from ccq.bench.timing import graph_time, wall_time
+from ccq.systems import SYSTEMS
 
 
 def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict] = []
     columns = ("system", "step ms", "added ms", "step tok/s", "generate tok/s", "plain ms", "paper tok/s")
     with LiveTable("decoding with whole models", *columns) as table:
-        for system in args.systems.split(","):
+        for system in args.systems:
             model = systems.model(system, args.size)
             prompt = systems.tokens(model, args.batch, args.prompt)
             if args.warm:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "paper_tok_s": systems.PAPER.get(system, {}).get("decode_tok_s"),
             }  # fmt: skip
             rows.append(row)
-            base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
+            base = systems.row_of(rows, SYSTEMS[system].family) or row
             table.add(
                 system, f"{step.median:.3f}", f"{step.median - base['step_ms']['median']:+.3f}",
                 f"{row['step_tok_s']:.0f}", f"{row['generate_tok_s']:.0f}", f"{plain.median:.2f}",

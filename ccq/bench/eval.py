@@ -21,7 +21,7 @@ from ccq.evaluate.requests import RequestSet
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = systems.parser("eval", __doc__, "eval_h200.json")
-    parser.set_defaults(systems="ccq-gla", size="500m")
+    parser.set_defaults(systems=("ccq-gla",), size="500m")
     parser.add_argument("--requests", type=Path, required=True, help="folder of requests, a file a suite")
     parser.add_argument("--suites", default="lm,niah")
     parser.add_argument("--contexts", type=int, default=1000, help="that are scored both ways (default: %(default)s)")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict] = []
     columns = ("system", "suite", "requests", "tokens", "seconds", "samples/s", "tokens/s")
     with LiveTable("answering requests with whole models", *columns) as table:
-        for system in args.systems.split(","):
+        for system in args.systems:
             for suite in args.suites.split(","):
                 asked = RequestSet.load(args.requests / f"{suite}.npz")
                 if args.warm:  # some of every length

@@ -13,6 +13,7 @@ from ccq.bench import systems
 from ccq.bench.live import LiveTable
 from ccq.bench.results import provenance, write
 from ccq.bench.timing import wall_time
+from ccq.systems import SYSTEMS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows: list[dict] = []
     with LiveTable("prefill of whole models", "system", "ms", "over backbone", "peak GiB", "paper ms") as table:
-        for system in args.systems.split(","):
+        for system in args.systems:
             model = systems.model(system, args.size)
             prompt = systems.tokens(model, args.batch, args.length)
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "paper_ms": systems.PAPER.get(system, {}).get("prefill_ms"),
                 }  # fmt: skip
                 rows.append(row)
-                base = next((r for r in rows if r["system"] == systems.backbone(system)), row)
+                base = systems.row_of(rows, SYSTEMS[system].family) or row
                 ratio = timing.median / base["wall_ms"]["median"]
                 peak = f"{row['peak_bytes'] / 2**30:.1f}"
                 table.add(system, f"{timing.median:.1f}", f"{ratio:.3f}", peak, row["paper_ms"] or "-")

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from ccq.bench.results import RESULTS
+from ccq.ops.dispatch import nearest
+from ccq.systems import SYSTEMS, compared
 
-SYSTEMS = ("gla", "gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
+COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 # the paper's, 1.3B on one H200, batch 8: prefill of 4K in ms, decoding in tokens/s
 PAPER = {
     "gla": {"prefill_ms": 198, "decode_tok_s": 454},
@@ -22,7 +24,7 @@ PAPER = {
 def parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
     """The options that benchmarks of whole models share."""
     parser = argparse.ArgumentParser(prog=f"ccq bench {prog}", description=(about or "").splitlines()[0])
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
     parser.add_argument("--size", default="1.3b")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
@@ -45,5 +47,20 @@ def tokens(made, batch: int, length: int) -> torch.Tensor:
     return torch.randint(made.config.vocab_size, (batch, length), device="cuda", generator=generator)
 
 
-def backbone(system: str) -> str:
-    return system.removeprefix("ccq-")
+def listed(text: str) -> tuple[str, ...]:
+    """Names of systems with commas between, of recipes too.
+
+    >>> listed("gla,ccq_gla")
+    ('gla', 'ccq-gla')
+    """
+    names = tuple(name.replace("_", "-") for name in text.split(","))
+    for name in names:
+        if name not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"there is no {name!r}.{nearest(name, tuple(SYSTEMS))}")
+    return names
+
+
+def row_of(rows: list[dict], system: str | None, **like) -> dict | None:
+    """The row of a system among those that were measured, with these other values."""
+    wanted = {"system": system, **like}
+    return next((row for row in rows if all(row[name] == value for name, value in wanted.items())), None)

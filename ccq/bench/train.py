@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 
 from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.systems import COMPARED, listed, row_of
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
+from ccq.systems import SYSTEMS, recipe_name
 
-SYSTEMS = ("gla", "gla_unit", "ccq_gla", "gated_deltanet", "ccq_gated_deltanet", "transformer")
-CONTROL = {"ccq_gla": "gla_unit", "ccq_gated_deltanet": "gated_deltanet"}  # that a ratio is taken to
 # The paper's full 1.3B runs, a GPU of eight with FSDP at 64K tokens a GPU: tokens/s and peak GiB. Ratios compare.
 PAPER = {
     "gla": (41.6e3, 87.5),
-    "ccq_gla": (34.8e3, 99.9),
-    "gated_deltanet": (45.1e3, 81.5),
-    "ccq_gated_deltanet": (37.8e3, 93.6),
+    "ccq-gla": (34.8e3, 99.9),
+    "gated-deltanet": (45.1e3, 81.5),
+    "ccq-gated-deltanet": (37.8e3, 93.6),
 }
 
 
@@ -59,7 +59,7 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ccq bench train", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
     parser.add_argument("--size", default="1.3b")
     parser.add_argument("--lengths", default="2048,4096,8192,16384")
     parser.add_argument("--tokens", type=int, default=32768, help="of a step (default: %(default)s)")
@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict] = []
     with join("cuda") as world:
         peak = peak_flops(world.device)
-        for system in args.systems.split(","):
-            config = recipe(f"{system}_{args.size}")
-            config.system.compile = args.compile
-            config.system.activation_checkpointing = args.activation_checkpointing
+        for system in args.systems:
+            config = recipe(recipe_name(system, args.size))
+            config.runtime.compile = args.compile
+            config.runtime.activation_checkpointing = args.activation_checkpointing
             trainer = Trainer(config, world)
             for length in map(int, args.lengths.split(",")):
                 row = {"system": system, "size": args.size, "length": length, "tokens": args.tokens, "dtype": "bf16"}
@@ -91,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flops = info(model_config(config.model), length).train_flops
                 row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
                 row["paper"] = PAPER.get(system) if args.size == "1.3b" and length == 4096 else None
-                control = next(
-                    (r for r in rows if (r["system"], r["length"]) == (CONTROL.get(system), length)), None
-                )  # fmt: skip
+                control = row_of(rows, SYSTEMS[system].control, length=length)
                 rows.append(row)
                 print(describe(row, control), flush=True)
             del trainer

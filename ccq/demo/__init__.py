@@ -25,14 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SYSTEMS = {  # recipe without its size: what the table calls it
-    "gla": "GLA",
-    "gla_unit": "Unit-norm GLA (control)",
-    "ccq_gla": "CCQ-GLA",
-    "ccq_gla_open": "CCQ-GLA, gate from 0.5",
-}
-TRIO = {"gla-pico": "GLA", "gla-unit-pico": "Unit-norm GLA (control)", "ccq-gla-pico": "CCQ-GLA"}
+from ccq.systems import SYSTEMS, compared, recipe_name
+
+TRAINED = compared("ccq-gla", "ccq-gla-open")  # a backbone, its control, and CCQ
+TRIO = {f"{system}-pico": system for system in compared("ccq-gla")}  # that ship
 STATE, LOG = "demo.json", "log.txt"
+FORMAT = 2  # of the results: they say what they are of
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Settings:
     out: Path = Path("runs/laptop")
     seed: int = 0
     device: str | None = None  # None: a GPU if there is one
-    systems: tuple[str, ...] = tuple(SYSTEMS)
+    systems: tuple[str, ...] = TRAINED
     steps: int = 500  # of training
     recall: tuple[tuple[int, int, int], ...] = ((32, 4, 256), (32, 8, 256))  # test slices: tokens, pairs, samples
     needle_lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -82,18 +80,23 @@ class Record:
     def note(self, step: Step, finished: bool) -> None:
         from ccq.data.shards import write_atomically
 
-        self.steps[step.folder] = {"decides": step.decides, "finished": finished}
+        self.steps[step.folder] = {"decides": step.decides, "finished": finished, "format": FORMAT}
         write_atomically(self.path, (json.dumps({"steps": self.steps}, indent=1) + "\n").encode())
 
     def finished(self, step: Step) -> bool:
-        told = self.steps.get(step.folder, {})
         there = all((self.path.parent / step.folder / name).exists() for name in step.leaves)
-        return there and told.get("finished") is True and told.get("decides") == as_json(step.decides)
+        return there and not self.differs(step) and self.steps.get(step.folder, {}).get("finished") is True
 
     def differs(self, step: Step) -> bool:
-        """Whether what lies there was begun with other settings."""
+        """Whether what lies there was begun with other settings, or by an older version."""
         told = self.steps.get(step.folder)
-        return told is not None and told.get("decides") != as_json(step.decides)
+        now = (as_json(step.decides), FORMAT)
+        return told is not None and (told.get("decides"), told.get("format")) != now
+
+
+def label(system: str) -> str:
+    """What a table calls it."""
+    return SYSTEMS[system].label + (" (control)" if system == SYSTEMS["ccq-gla"].control else "")
 
 
 def as_json(thing: Any) -> Any:
@@ -108,27 +111,16 @@ def plan(settings: Settings) -> list[Step]:
     out, seed = settings.out, settings.seed
     device = settings.device or best_device()
     steps = [
-        Step(
-            "regimes",
-            "A needle among distractors: one read, constructed",
-            5,
-            lambda: three_regimes(out / "regimes", seed),
-            {"seed": seed},
-            ("scores.json", "scores.png", "scores.svg"),
-        )
-    ]
+        Step("regimes", "A needle among distractors: one read, constructed", 5,
+             lambda: three_regimes(out / "regimes", seed), {"seed": seed}, ("scores.json", "scores.png", "scores.svg"))
+    ]  # fmt: skip
     for system in settings.systems:
-        decides = {"steps": settings.steps, "recall": settings.recall, "seed": seed}
-        steps.append(
-            Step(
-                f"{system}_tiny",
-                f"{SYSTEMS[system]} learns recall: {settings.steps} steps, then a test",
-                15,
-                lambda system=system: recall(settings, system, device),  # type: ignore[misc]
-                decides,
-                ("config.json", "log.jsonl", "eval/mqar.json"),
-            )
-        )
+        steps.append(Step(
+            recipe_name(system, "tiny"), f"{label(system)} learns recall: {settings.steps} steps, then a test", 15,
+            lambda system=system: recall(settings, system, device),  # type: ignore[misc]
+            {"steps": settings.steps, "recall": settings.recall, "seed": seed},
+            ("config.json", "log.jsonl", "eval/mqar.json"),
+        ))  # fmt: skip
     ship = [name for name in TRIO if name in shipped.names()]
     for name in ship:
         shipped.verify(shipped.root() / name)
@@ -138,27 +130,18 @@ def plan(settings: Settings) -> list[Step]:
             "needles": [settings.needle_lengths, settings.needle_samples, settings.answer_tokens],
             "lengths": [settings.lengths, settings.tokens],
         }
-        steps.append(
-            Step(
-                name,
-                f"{name}, trained on text: needles, and perplexity by length",
-                30,
-                lambda name=name: try_model(settings, name, device),  # type: ignore[misc]
-                decides,
-                ("niah.json", "length.json"),
-            )
-        )
+        steps.append(Step(
+            name, f"{name}, trained on text: needles, and perplexity by length", 30,
+            lambda name=name: try_model(settings, name, device),  # type: ignore[misc]
+            decides, ("niah.json", "length.json"),
+        ))  # fmt: skip
     if "ccq-gla-pico" in ship:
-        steps.append(
-            Step(
-                "alignment",
-                "ccq-gla-pico: do needle keys lie off the directions of most variance?",
-                8,
-                lambda: alignment(settings, device),
-                {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
-                ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
-            )
-        )
+        steps.append(Step(
+            "alignment", "ccq-gla-pico: do needle keys lie off the directions of most variance?", 8,
+            lambda: alignment(settings, device),
+            {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
+            ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
+        ))  # fmt: skip
     return steps
 
 
@@ -182,12 +165,12 @@ def recall_config(settings: Settings, system: str, device: str) -> Any:
     so that recall is learned in half a minute."""
     from ccq.recipes import recipe
 
-    config = recipe(f"{system}_tiny")
+    config = recipe(recipe_name(system, "tiny"))
     config.model.conv_size, config.model.num_hidden_layers = 4, 1
     config.steps, config.seed = settings.steps, settings.seed
     config.optimizer.warmup = min(20, settings.steps)
-    config.system.device, config.system.tensorboard, config.system.log_every = device, False, 25
-    config.system.checkpoint_every = config.system.validate_every = max(1, settings.steps // 5)
+    config.runtime.device, config.runtime.tensorboard, config.runtime.log_every = device, False, 25
+    config.runtime.checkpoint_every = config.runtime.validate_every = max(1, settings.steps // 5)
     return config
 
 
@@ -197,19 +180,14 @@ def recall(settings: Settings, system: str, device: str) -> None:
     from ccq.train.export import load_weights
     from ccq.train.loop import train
 
-    run = settings.out / f"{system}_tiny"
+    run = settings.out / recipe_name(system, "tiny")
     config = recall_config(settings, system, device)
     with one_thread(device):
         code = train(config, run)
         if code:
             raise Stopped(code)
         model, _ = load_weights(run)
-        options = Options(
-            out=run / "eval",
-            slices=settings.recall,
-            recall_vocab_size=config.data.recall_vocab_size,
-            seed=settings.seed,
-        )
+        options = Options(out=run / "eval", slices=settings.recall, seed=settings.seed)
         with quietly(settings):
             evaluate(model.to(device), None, "mqar", options, run.name)
 
@@ -224,13 +202,9 @@ def try_model(settings: Settings, name: str, device: str) -> None:
     with quietly(settings):
         model, tokenizer = ccq.load(str(shipped.root() / name), device=device, dtype=dtype)
         needles = Options(
-            out=settings.out / name,
-            tasks=("niah_single_1", "niah_book"),
-            lengths=settings.needle_lengths,
-            limit=settings.needle_samples,
-            answer_tokens=settings.answer_tokens,
-            keys="odd",
-        )
+            out=settings.out / name, tasks=("niah_single_1", "niah_book"), lengths=settings.needle_lengths,
+            limit=settings.needle_samples, answer_tokens=settings.answer_tokens, keys="odd",
+        )  # fmt: skip
         evaluate(model, tokenizer, "niah", needles, name)
         lengths = Options(out=settings.out / name, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
         evaluate(model, tokenizer, "length", lengths, name)
@@ -432,20 +406,21 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     slices = [f"{length}-{pairs}" for length, pairs, _ in settings.recall]
     rows = {}
     for system in settings.systems:
-        found = scores(f"{system}_tiny", "eval/mqar.json")
-        rows[SYSTEMS[system]] = [f"{found[name]['value']:.1f}" for name in slices]
+        found = scores(recipe_name(system, "tiny"), "eval/mqar.json")
+        rows[label(system)] = [f"{found[name]['value']:.1f}" for name in slices]
     heads = [f"{pairs} pairs in {length} tokens" for length, pairs, _ in settings.recall]
     table("Recall, trained here: keys answered, %", rows, heads)
     ship = [step.folder for step in steps if step.folder in TRIO]
     if ship:
         needles = [f"{task}/{n}" for task in ("niah_single_1", "niah_book") for n in settings.needle_lengths]
-        rows = {TRIO[name]: [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
+        rows = {label(TRIO[name]): [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
         heads = [f"{what}\n{n:,}" for what in ("noise", "book") for n in settings.needle_lengths]
         title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
         table(title, rows, heads)
         points = [n for n in settings.lengths if f"book/{n}" in scores(ship[0], "length.json")]
         rows = {
-            TRIO[name]: [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points] for name in ship
+            label(TRIO[name]): [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points]
+            for name in ship
         }
         from ccq.shipped import book
 

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ccq.evaluate.requests import RequestSet
 from ccq.evaluate.results import (
     Progress,
     Responses,
+    identity_of,
     lam_changed,
     model_hash,
     read_result,
@@ -31,6 +32,7 @@ from ccq.evaluate.results import (
 from ccq.ops.dispatch import nearest
 from ccq.provenance import provenance
 from ccq.shipped import ModelError, locate, names
+from ccq.systems import Identity
 
 # name: (module, what it is). A module has build(options, tokenizer) -> RequestSet, and
 # metrics(asked, answers, options, tokenizer) -> (sample rows, scores).
@@ -88,6 +90,8 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         raise EvaluationError(f"unknown suite {suite!r}.{nearest(suite, tuple(SUITES))}")
     module = suite_module(suite)
     check_tasks(module, suite, options)
+    if suite == "mqar":
+        options = module.as_trained(options, getattr(model, "config", None))
     if tokenizer is None and suite != "mqar" and options.stage != "score":
         raise EvaluationError(f"the suite {suite} needs a tokenizer, and {name} has none: give one with --tokenizer")
     out, requests = options.out, options.out / "requests" / f"{suite}.npz"
@@ -133,7 +137,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
             return done
         size = sum(p.numel() for p in model.parameters())
-        identity |= {"model": name, "class": type(model).__name__, "parameters": size}
+        identity |= {"model": name, "class": type(model).__name__, "parameters": size, "of": identity_of(model, name)}
         if options.stage == "score":
             identity["origin"] = provenance()
         responses = Responses(answers_path, identity)
@@ -254,6 +258,7 @@ def finish(module, suite, asked: RequestSet, responses: Responses, options: Opti
     }
     result = {
         "suite": suite,
+        "identity": identity.get("of") or asdict(Identity(model_row["name"])),
         "finished": True,
         "limit": asked.settings["limit"],
         "quick_look": asked.settings["limit"] is not None,
@@ -426,8 +431,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lengths", type=whole_numbers, help="niah, length, mqar: lengths in tokens, with commas between")
     add("--tokens", type=positive, help="length: of each corpus at most so many, from its start")
     add("--answer-tokens", type=positive, help="niah: generate so many (default: RULER's 128)")
-    add("--slices", type=recall_slices, help="mqar: instead of zoology's, such as 32x4x256: tokens, pairs, samples")
-    add("--recall-vocab-size", type=positive, help="mqar: tokens that samples are made of (default: 8192)")
+    add(
+        "--slices",
+        type=recall_slices,
+        help="mqar: other than the model's own, as 32x4x256: tokens, pairs, samples",
+    )
+    add("--recall-vocab-size", type=positive, help="mqar: tokens of samples (default: the model's own, else 8192)")
     add("--max-length", type=whole_numbers, dest="max_lengths", help="lm (default 4096,8192), longbench (8192,4096)")
     add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
     add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
@@ -502,6 +511,10 @@ def main(argv: Sequence[str]) -> int:
     except EvaluationError as error:
         print(f"ccq eval: {error}", file=sys.stderr)
         return 1
+    if stage == "requests" and "mqar" in suites:  # of a model that is not loaded
+        from transformers import AutoConfig
+
+        options = suite_module("mqar").as_trained(options, AutoConfig.from_pretrained(locate(arguments.model)))
     failed = False
     name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
     for suite in suites:

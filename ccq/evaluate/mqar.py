@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
 from ccq.evaluate.statistics import average, summary
 
-VOCABULARY = 8192  # zoology's
+VOCABULARY, SAMPLES = 8192, 1000  # zoology's
+
+
+def as_trained(options: Any, config: Any) -> Any:
+    """The options with vocabulary and slices of what the model was trained on, where they name none."""
+    told = getattr(config, "recall", None)
+    if told is None:
+        return options
+    slices = tuple((length, pairs, SAMPLES) for length, pairs in told["slices"])
+    vocabulary = options.recall_vocab_size or told["vocab_size"]
+    return replace(options, slices=options.slices or slices, recall_vocab_size=vocabulary)
 
 
 def build(options, tokenizer) -> RequestSet:

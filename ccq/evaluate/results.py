@@ -9,6 +9,7 @@ samples/                frozen samples, where they are drawn
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -16,11 +17,16 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ccq.data.shards import write_atomically
 from ccq.evaluate.errors import EvaluationError
+from ccq.systems import OFF, UNCHANGED, Identity
+
+# of a config: what says where a model came from, not what it computes
+NOT_HASHED = ("transformers_version", "identity", "recall")
 
 
 def model_hash(model: torch.nn.Module) -> str:
@@ -28,7 +34,7 @@ def model_hash(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     config = getattr(model, "config", None)
     if config is not None:
-        known = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+        known = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in NOT_HASHED}
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -36,15 +42,36 @@ def model_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def lam_changed(model: torch.nn.Module) -> str | None:
-    """What `ccq.analysis.intervene` makes of the gates at this moment, which no weight says; None: nothing."""
-    gates = [module for module in model.modules() if hasattr(module, "intervention")]
+def interventions(model: torch.nn.Module) -> dict[str, list[int]]:
+    """{what `ccq.analysis.intervene` makes of lam at this moment: in which layers}; "" where it makes nothing."""
     layers: dict[str, list[int]] = {}
-    for layer, gate in enumerate(gates):
-        if (change := gate.intervention) is not None and getattr(change, "kind", "") != "none":
-            name = str(getattr(change, "name", "") or getattr(change, "__qualname__", type(change).__qualname__))
-            layers.setdefault(name, []).append(layer)
+    for layer, gate in enumerate(module for module in model.modules() if hasattr(module, "intervention")):
+        change = gate.intervention
+        name = getattr(change, "name", "") or getattr(change, "__qualname__", type(change).__qualname__)
+        layers.setdefault("" if change is None else str(name), []).append(layer)
+    return layers
+
+
+def lam_changed(model: torch.nn.Module) -> str | None:
+    """What is made of the gates, which no weight says; None: nothing."""
+    layers = {name: which for name, which in interventions(model).items() if name not in ("", "none")}
     return "; ".join(f"{name} in {', '.join(map(str, which))}" for name, which in layers.items()) or None
+
+
+def identity_of(model: torch.nn.Module, name: str) -> dict:
+    """What a result of this model is of: what its config says; of ours without that what its options tell; of any other
+    what the user calls it."""
+    config: Any = getattr(model, "config", None)
+    told = getattr(config, "identity", None) or {"system": name}
+    if getattr(config, "model_type", "") == "ccq" and not config.identity:
+        from ccq.model.config import recognise
+
+        told = dict(zip(("system", "size", "variant"), recognise(config.to_dict()), strict=True))
+    changes, changed = list(interventions(model)), lam_changed(model) or ""
+    words = f"lam {changed.replace(', ', ' ')} at inference" if changed else ""
+    if changes in (["none"], ["off"]):  # in all layers
+        words = {"none": UNCHANGED, "off": OFF}[changes[0]]
+    return dataclasses.asdict(Identity(**told).varied(words))
 
 
 def tokenizer_hash(tokenizer) -> str | None:

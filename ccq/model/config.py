@@ -6,6 +6,7 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig
 
 from ccq.mixers import MIXERS
 from ccq.ops.dispatch import nearest
+from ccq.systems import SIZES, SYSTEMS, differing, in_words
 
 CHOICES = {
     "feature_map": ("identity", "hedgehog"),
@@ -78,6 +80,11 @@ class CCQConfig(PretrainedConfig):
     fixed_lam: float | None = None  # a constant lam, without a gate
     decay_gate_bias: bool = True  # whether weight decay reaches the bias of the gate; the optimizer asks
     backend: str = "auto"  # of clean_query and of the recurrences
+
+    identity: dict | None = None  # what was trained, as ccq.systems.Identity
+    recall: dict | None = (
+        None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs, ...]]}
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         known = tuple(field.name for field in fields(self))
@@ -145,7 +152,7 @@ class CCQConfig(PretrainedConfig):
         for size in SIZES:
             system = name.removesuffix(f"-{size}")
             if system != name and system in SYSTEMS:
-                return cls(**{**_sized(system, size), **changes})
+                return cls(**{**_options(system, size), **changes})
         known = presets()
         raise ValueError(
             f"preset: there is no {name!r}.{nearest(name, known)} Presets are <system>-<size>: "
@@ -158,6 +165,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "float": ((int, float), "a number"),
     "bool": (bool, "True or False"),
     "str": (str, "a name"),
+    "dict": (dict, "names and values"),
 }
 
 
@@ -175,40 +183,9 @@ def _divides(name: str, value: int, whole_name: str, whole: int) -> None:
         raise ValueError(f"{name}: expected a divisor of {whole_name} = {whole}, got {value}")
 
 
-_GATED_DELTANET = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
-_DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
-_MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
-
-# the options that make a system, whatever its size
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "transformer": {"mixer": "attention"},
-    "mamba2": _MAMBA2,
-    "gla": {"mixer": "gla"},
-    "gla-hedgehog": {"mixer": "gla", "feature_map": "hedgehog"},
-    "gated-deltanet": _GATED_DELTANET,
-    "ccq-gla": {"mixer": "gla", "clean": True},
-    "ccq-gated-deltanet": {**_GATED_DELTANET, "clean": True},
-    # controls: unit q and k without cleaning, and the read that takes away the current key
-    "gla-unit": {"mixer": "gla", "unit_qk": True},
-    "gla-current-key": {"mixer": "gla", "unit_qk": True, "current_key_read": True},
-    "gated-deltanet-current-key": {**_GATED_DELTANET, "current_key_read": True},
-    # other writes, to show that the cleaning does not depend on them
-    "linear-attention": {"mixer": "linear_attention"},
-    "linear-attention-unit": {"mixer": "linear_attention", "unit_qk": True},
-    "ccq-linear-attention": {"mixer": "linear_attention", "clean": True},
-    "retnet": {"mixer": "retnet"},
-    "retnet-unit": {"mixer": "retnet", "unit_qk": True},
-    "ccq-retnet": {"mixer": "retnet", "clean": True},
-    "deltanet": _DELTANET,
-    "ccq-deltanet": {**_DELTANET, "clean": True},
-    "mamba2-unit": {**_MAMBA2, "unit_qk": True},
-    "ccq-mamba2": {**_MAMBA2, "clean": True},
-    "ccq-gla-hedgehog": {"mixer": "gla", "feature_map": "hedgehog", "clean": True},
-}  # fmt: skip
-
 # The options that make a size. "layers": of a linear-attention model, of the Transformer and of Mamba2, whose layers
 # weigh less; with them all three weigh about the same.
-SIZES: dict[str, dict[str, Any]] = {
+_SHAPES: dict[str, dict[str, Any]] = {
     "1.3b": {"layers": (21, 24, 48), "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 6,
              "key_size": 256, "value_size": 512},
     "500m": {"layers": (21, 35, 65), "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 6,
@@ -220,6 +197,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
              "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
 }  # fmt: skip
+_WIDTHS = {"mqar256": 256, "mqar": 128, "mqar64": 64}  # of zoology's recall models
 
 
 def presets() -> tuple[str, ...]:
@@ -227,11 +205,62 @@ def presets() -> tuple[str, ...]:
     return tuple(f"{system}-{size}" for system in SYSTEMS for size in SIZES)
 
 
-def _sized(system: str, size: str) -> dict[str, Any]:
-    options = {**SIZES[size], "feature_map_size": SIZES[size]["key_size"] // 2}
-    mixer = SYSTEMS[system]["mixer"]
+def sized(mixer: str, size: str) -> dict[str, Any]:
+    """The options that make a size, of a model with this mixer."""
+    if size in _WIDTHS:
+        return _zoology(mixer, _WIDTHS[size])
+    options = {**_SHAPES[size], "feature_map_size": _SHAPES[size]["key_size"] // 2}
     linear, attention, mamba2 = options.pop("layers")
     options["num_hidden_layers"] = {"attention": attention, "mamba2": mamba2}.get(mixer, linear)
     if mixer == "attention":  # heads of 64, as Llama's at these widths
         options["num_heads"] = max(options["hidden_size"] // 64, 4)
-    return {**options, **SYSTEMS[system]}
+    return options
+
+
+def _zoology(mixer: str, width: int) -> dict[str, Any]:
+    """zoology's recall models; docs/training.md says what is the same and what is not.
+
+    Two layers of two heads, no MLP, tied embeddings: a gated convolution, then the mixer (Mamba2, which has a
+    convolution of its own: twice the mixer). Sizes of keys and values and the output gate are those of its layers.
+    """
+    head = width // 2
+    shapes: dict[str, dict[str, Any]] = {
+        "attention": {},
+        "mamba2": {"base_conv_size": None, "state_size": 16, "head_size": 64},
+        "deltanet": {"key_size": head, "value_size": head, "output_gate": False},
+        "gated_deltanet": {"key_size": head, "value_size": 2 * head, "output_gate": False},
+    }
+    return {
+        **sized(mixer, "tiny"),
+        "vocab_size": 8192, "hidden_size": width, "intermediate_size": None, "num_hidden_layers": 2, "num_heads": 2,
+        "base_conv_size": 3, "tie_word_embeddings": True,
+        **shapes.get(mixer, {"key_size": head // 2, "value_size": head, "feature_map_size": head // 4}),
+    }  # fmt: skip
+
+
+def _options(system: str, size: str) -> dict[str, Any]:
+    known = SYSTEMS[system]
+    return known.over(sized(known.options["mixer"], size))
+
+
+def recognise(options: Mapping[str, Any], system: str = "", size: str = "") -> tuple[str, str, str]:
+    """(system, size, variant) of a model with these options; of those that fit equally well `system` and `size`.
+
+    >>> recognise(CCQConfig.preset("gla-pico", clean=True, conv_size=4).to_dict())
+    ('ccq-gla', 'pico', 'convolution of 4')
+    """
+    mixer, width = options["mixer"], options["hidden_size"]
+    systems = [name for name in SYSTEMS if SYSTEMS[name].options["mixer"] == mixer]
+    if not systems:  # a mixer of the user's own
+        return mixer, f"width {width}", ""
+    systems.sort(key=lambda name: name != system)
+    widths = {name: sized(mixer, name)["hidden_size"] for name in SIZES}
+    sizes = [name for name in sorted(SIZES, key=lambda name: name != size) if widths[name] == width]
+    defaults = {name: getattr(CCQConfig, name) for name in CCQConfig.__annotations__}
+    found = [(differing(options, defaults | _options(name, of)), name, of) for of in sizes for name in systems]
+    if not found:  # a size of the user's own: what makes a size tells nothing
+        shape = {"hidden_size", "output_gate", *sized(mixer, "mqar")}
+        known = {name: value for name, value in defaults.items() if name not in shape}
+        found = [(differing(options, {**known, **SYSTEMS[name].options}), name, f"width {width}") for name in systems]
+    different, name, of = min(found, key=lambda each: len(each[0]))
+    return name, of, ", ".join(in_words(option, options[option]) for option in different)

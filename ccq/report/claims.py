@@ -15,7 +15,7 @@ from ccq.evaluate.statistics import student
 from ccq.report.collect import Collection, Source, text_of_gate
 from ccq.report.numbers import SEEDS, Results, mean_bounds, once, scores_like, seed_differences, seed_interval
 from ccq.report.paper import HERE, Paper
-from ccq.report.systems import LABELS, SIZES, WITH_CONVOLUTION, System, label_of, scale_label
+from ccq.report.systems import SIZES, WITH_CONVOLUTION, System, label_of, scale_label
 
 if TYPE_CHECKING:
     from ccq.report.recall import Recall
@@ -391,7 +391,7 @@ def measured_cost(found: Collection, measure: str, backbone: str) -> tuple[float
             }
         else:
             rows = {
-                row["system"].replace("_", "-"): row
+                row["system"]: row
                 for row in rows
                 if row["size"] == "1.3b" and row.get("T", 4096) == 4096 and row.get("length", 4096) == 4096
                 and row.get("B", BATCH) == BATCH
@@ -488,7 +488,7 @@ def by_model(sources: list[Source]) -> dict[str, list[Source]]:
     """Analyses of one system and size, whatever their seeds."""
     groups: dict[str, list[Source]] = {}
     for source in sources:
-        known = source.system is not None and source.system.name in LABELS
+        known = source.system is not None and source.system.known
         name = f"{source.system.label}, {source.system.size}" if known and source.system else source.title
         groups.setdefault(name, []).append(source)
     return groups

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ccq import shipped
-from ccq.report.systems import LABELS, System, from_config, from_name, scale_label
+from ccq.report.systems import System, scale_label
+from ccq.systems import UNCHANGED, WITH_CONVOLUTION, Identity
+from ccq.train import RunError
 
 # folders that hold no results
 SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "samples", "node_modules", "__pycache__"}
@@ -44,6 +45,7 @@ class Source:
     detail: str  # suite, kind of benchmark or analysis; "" for a run
     path: Path
     content: dict[str, Any]
+    identity: Identity | None = None  # None: an older version made it, or it is of no one model
     system: System | None = None
     seed: int | None = None
     records: list[dict] = field(default_factory=list)  # of a run: its log
@@ -51,8 +53,6 @@ class Source:
     origins: list[dict] = field(default_factory=list)
     number: int = 0  # of its footnote
     tokens: int | None = None  # that the model was trained on, where known; samples, of a run on recall
-    text: str = ""  # of a run on text: the fingerprint of its tokens
-    needles: float | None = None  # and the share of needle documents among them, where known
     run: Source | None = None  # of an evaluation or analysis: the run that trained its model
     within: str = ""  # the folder that tells it from another source of the same name
 
@@ -71,13 +71,13 @@ class Source:
     @property
     def title(self) -> str:
         """What an evaluation or analysis is of: the system with size and seed, or the name that the model has."""
-        named = self.system is not None and self.system.name in LABELS and self.seed is not None
+        named = self.system is not None and self.system.known and self.seed is not None
         return f"{self.subject}, seed {self.seed}" if named else self.subject
 
     @property
     def subject(self) -> str:
         """The same without the seed."""
-        if self.system is None or self.system.name not in LABELS:
+        if self.system is None or not self.system.known:
             return self.content["model"]["name"]
         return ", ".join(filter(None, (self.system.label, scale_label(self.system.size))))
 
@@ -175,6 +175,11 @@ class Collection:
                 for (suite, limit), names in kinds.items()
             ]
             notes.append(f"Quick looks, not whole suites: {', '.join(told)}.")
+        nameless = [s.name for s in self.sources if s.identity is None and s.kind in ("eval", "analysis")]
+        if nameless:
+            notes.append(
+                f"Made by an older version, without an identity, and so compared with nothing: {', '.join(nameless)}."
+            )
         notes += self.needle_notes()
         origins = [origin for s in self.sources for origin in s.origins or [s.origin]]
         commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
@@ -196,7 +201,7 @@ class Collection:
 
     def evaluated(self) -> list[Source]:
         """Evaluations of models as they were trained."""
-        return [source for source in self.of("eval") if "at inference" not in str(source.system)]
+        return [source for source in self.of("eval") if not source.content["model"].get("lam")]
 
     def needle_notes(self) -> list[str]:
         """What scores of needles rest on: the keys that were asked for, and needle documents in the training text."""
@@ -209,27 +214,17 @@ class Collection:
                 f"Needles asked for{who} have keys and values that needle documents of training never hold (`--keys "
                 "odd`): not all that RULER draws."
             )
-        shares = needle_shares(self.of("run"))
         told: dict[str, list[str]] = {}  # what is known of a text: the models trained on it, by size
         for s in asked:
-            ships = None if s.run else shipped_facts(s.content["model"]["name"])
-            share = shares.get(s.run.text) if s.run else ships and needle_share(ships)
-            path = s.run.content["data"].get("path") if s.run else None
-            text = Path(path).name if path else ""
+            share = s.identity.needles if s.identity else None
             known = ""
             if share:
                 known = f"{share:.0%} of the training tokens are needle documents; the paper names none in its text"
             elif share == 0 and s in odd:
                 known = "the training text has no needle documents"
-            elif text and s in odd:
-                known = (
-                    f"the training text is called `{text}`; how much of it is needle documents, its files do not say "
-                    "(`docs/assumptions.md` does, of the runs in the repository)"
-                )
-            if known:
-                size = scale_label(s.system.size) if s.system else ""
-                other = text and s.system and s.system.variant.endswith(text_variant(text))
-                told.setdefault(known, []).append(f"{size}, {text_variant(text)}" if other else size)
+            if known and s.system:
+                variant = s.system.variant.removeprefix(WITH_CONVOLUTION).removeprefix(", ")
+                told.setdefault(known, []).append(", ".join(filter(None, (scale_label(s.system.size), variant))))
         notes += [f"Needles at {'; '.join(dict.fromkeys(sizes))}: {known}." for known, sizes in told.items()]
         return notes
 
@@ -317,10 +312,11 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         stages = content.get("stages") or {}
         for origin in stages.values():
             check({"provenance": origin}, model=False)
-        return Source("eval", content["suite"], file, content, origins=[stages["score"]] if "score" in stages else [])
+        source = Source("eval", content["suite"], file, content, origins=[stages["score"]] if "score" in stages else [])
+        return take_identity(source)
     if content.get("kind") in ANALYSES:
         check(content)
-        return Source("analysis", content["kind"], file, content)
+        return take_identity(Source("analysis", content["kind"], file, content))
     if content.get("kind") == "mqar_sweep":
         check(content, model=False)
         if missing := len(content["missing"]):
@@ -332,6 +328,9 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         for kind, keys in BENCHES.items():
             if content["rows"] and all(keys <= row.keys() for row in content["rows"]):
                 check(content, model=False)
+                for row in content["rows"]:
+                    if "system" in row:  # named after recipes by older versions
+                        row["system"] = row["system"].replace("_", "-")
                 return Source("bench", kind, file, content)
         return None
     for kind, key in (("operator-cpu", "timings"), ("data-prepare", "measurements")):
@@ -362,8 +361,14 @@ def check(content: dict, model: bool = True) -> None:
 
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
     source = Source("run", "", folder, config)
-    source.system, source.seed = from_config(config, folder.name)
-    source.tokens = int(config["steps"]) * trained_on(config["data"])[0]
+    if "identity" not in config:
+        from ccq.train.config import read
+
+        try:
+            config["identity"] = asdict(read(folder / "config.json").identity)
+        except RunError as error:
+            raise ValueError(error) from None
+    take_identity(source)
     told = folder / "provenance.json"
     try:
         source.origins = json.loads(told.read_text()) if told.exists() else []
@@ -372,14 +377,6 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     except (ValueError, TypeError, AttributeError) as error:
         source.origins = []
         found.problems.append(f"{folder.name}/provenance.json is damaged and left out: {str(error).splitlines()[0]}.")
-    data = folder / "data.json"
-    try:
-        told_of_data: dict[str, Any] = json.loads(data.read_text()) if data.exists() else {"path": None}
-        source.text = str(told_of_data["path"] or "")
-        if told_of_data.get("tokens"):
-            source.needles = told_of_data["needle_tokens"] / told_of_data["tokens"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        found.problems.append(f"{folder.name}/data.json is damaged and left out.")
     log = folder / "log.jsonl"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):
@@ -396,44 +393,12 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     return source
 
 
-def trained_on(data: dict) -> tuple[int, str]:
-    """(how much of it a step takes, what that is) of a run's data."""
-    if data.get("source") == "tokens":
-        return int(data["batch"]) * int(data["length"]), "tokens"
-    return int(data.get("batch") or 0), "samples"
-
-
 def longest(runs: list[Source]) -> list[Source]:
     """Of each system the longest runs: shorter ones are those of a sweep over learning rates."""
     most: dict[System | None, int] = {}
     for run in runs:
         most[run.system] = max(most.get(run.system, 0), int(run.content["steps"]))
     return [run for run in runs if int(run.content["steps"]) == most[run.system]]
-
-
-def tell_data_apart(runs: list[Source]) -> None:
-    """Runs of one size on other text than most of them are no runs of the same row: they say which."""
-    sets: dict[str, Counter[str]] = {}
-    for run in runs:
-        if run.system is not None and run.content["data"].get("path"):
-            sets.setdefault(run.system.size, Counter())[Path(run.content["data"]["path"]).name] += 1
-    for run in runs:
-        if run.system is None or not run.content["data"].get("path"):
-            continue
-        name, usual = Path(run.content["data"]["path"]).name, sets[run.system.size].most_common(1)[0][0]
-        if name != usual:
-            run.system = replace(run.system, variant=", ".join(filter(None, (run.system.variant, text_variant(name)))))
-
-
-def text_variant(name: str) -> str:
-    return f"text {name}"
-
-
-def may_be(source: Source, run: Source) -> bool:
-    """Whether a result can be of a run by the number of parameters, where both are known."""
-    count = source.content["model"].get("parameters")
-    sizes = sizes_of(run)
-    return count is None or sizes is None or count == sizes[0] + sizes[1]
 
 
 def rate_of(run: Source) -> float:
@@ -457,82 +422,29 @@ def sizes_of(run: Source) -> tuple[int, int, int] | None:
     return found.body, found.embedding, found.state_bytes
 
 
-def shipped_model(name: str) -> tuple[System, int | None, int] | None:
-    """System, seed and training tokens of a model that ships with the package; None for any other name."""
-    if name not in shipped.names():
-        return None
-    folder = shipped.root() / name
-    try:
-        told = shipped.manifest(folder)
-        system, _ = from_config({"model": json.loads((folder / "config.json").read_text())}, name)
-        return system, told["seed"], int(told["tokens"])
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: `ccq.load` names it
-        return None
-
-
-def shipped_facts(name: str) -> dict[str, Any] | None:
-    """What results.json of a model that ships says of its training; None for any other name."""
-    if name not in shipped.names():
-        return None
-    try:
-        return json.loads((shipped.root() / name / "results.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def needle_share(facts: dict[str, Any]) -> float:
-    return facts["data"]["needle_tokens"] / facts["data"]["tokens"]
-
-
-def needle_shares(runs: list[Source]) -> dict[str, float]:
-    """{fingerprint of a text: the share of needle documents in it}, where a run says it or a model that ships was
-    trained on it: the run with its command and date."""
-    shares = {run.text: run.needles for run in runs if run.needles is not None}
-    for name in shipped.names():
-        facts = shipped_facts(name) or {}
-        for run in runs:
-            first = run.origins[0] if run.origins else {}
-            if run.text and facts.get("data") and all(facts.get(k) == first.get(k) for k in ("command", "date")):
-                shares[run.text] = needle_share(facts)
-    return shares
-
-
 def text_of_gate(source: Source) -> str:
     """What `ccq analyze gate` read as ordinary text."""
     text = (source.content.get("settings") or {}).get("text")
     return {"filler": "our filler", None: "text"}.get(text, f"the text {text}")
 
 
+def take_identity(source: Source) -> Source:
+    """What the content says that it is of; without that, what it calls its model."""
+    told = source.content.get("identity")
+    source.identity = Identity(**told) if told else None
+    identity = source.identity or Identity(source.content["model"]["name"])
+    source.system = System(identity.system, identity.variant, identity.size)
+    source.seed, source.tokens = identity.seed, identity.tokens
+    return source
+
+
 def identify(found: Collection) -> None:
-    """Say of every evaluation and analysis what it is of: the run it lies in, a model that ships, the run it is named
-    after, else its names."""
+    """Say of every evaluation and analysis what it is of, and which run made its model, where that is here too."""
     runs = found.of("run")
-    tell_data_apart(runs)
-    judged = [source for source in found.sources if source.kind in ("eval", "analysis")]
-    hashes: dict[str, Source] = {}  # of weights that were evaluated within the folder of a run
-    for source in judged:
-        source.run = next((run for run in runs if run.path in source.path.parents), None)
-        if source.run is not None and (known := source.content["model"].get("hash")):
-            hashes.setdefault(known, source.run)
-    for source in judged:
-        name, _, change = source.content["model"]["name"].partition(", lam ")  # as `ccq analyze intervene` calls it
-        named = [run for run in runs if run.path.name in (name, source.path.parent.name) and may_be(source, run)]
-        ships = shipped_model(name)
-        source.run = source.run or hashes.get(source.content["model"].get("hash") or "")
-        if source.run is None and ships is None:
-            source.run = next(iter(named), None)
-        if source.run is not None:
-            source.system, source.seed, source.tokens = source.run.system, source.run.seed, source.run.tokens
-        elif ships is not None:  # whatever run has that name: the weights are not known to be its
-            source.system, source.seed, source.tokens = ships
-        else:
-            told = [from_name(name), from_name(source.path.parent.name)]
-            source.system = next((system for system, _ in told if system.name in LABELS), System(name))
-            source.seed = next((seed for _, seed in told if seed is not None), None)
-        if change:
-            assert source.system is not None
-            changed = f"lam {change} at inference"
-            variant = f"{source.system.variant}, {changed}" if source.system.variant else changed
-            source.system = replace(source.system, variant=variant)
+    for source in found.sources:
+        if source.kind in ("eval", "analysis"):
+            inside = [run for run in runs if run.path in source.path.parents]
+            same = [run for run in runs if source.identity is not None and run.identity == source.identity]
+            source.run = next(iter([*inside, *same]), None)
     # what an intervention that changes nothing gives is what the model gives
-    found.sources = [s for s in found.sources if not (s.kind == "eval" and "lam none at" in str(s.system))]
+    found.sources = [s for s in found.sources if not (s.identity and s.identity.variant.endswith(UNCHANGED))]

@@ -50,15 +50,15 @@ LINES = {
 }
 # variants that stand beside those: the colour of the system's kin, a line and a marker of their own
 VARIANTS = {
-    "ccq-gla, gate from 0.5": (PURPLE, "-", "P"),
-    "ccq-gla, bias not decayed": (BLUE, "--", "*"),
-    "ccq-gla, uncentred": (BLUE, "-.", "d"),
-    "ccq-gla, lam 0.1": (BLUE, ":", "h"),
-    "ccq-gla, stats": (SKY, "-", "<"),
-    "ccq-gated-deltanet, gate from 0.5": (RED, "-.", "P"),
-    "ccq-gated-deltanet, uncentred": (RED, "--", "d"),
-    "ccq-gated-deltanet, lam 0.1": (RED, ":", "h"),
-    "gla-unit, equal state": (GREEN, "-.", ">"),
+    "ccq-gla-open": (PURPLE, "-", "P"),
+    "ccq-gla-no-decay": (BLUE, "--", "*"),
+    "ccq-gla-uncentred": (BLUE, "-.", "d"),
+    "ccq-gla-fixed-lam": (BLUE, ":", "h"),
+    "ccq-gla-stats": (SKY, "-", "<"),
+    "ccq-gated-deltanet-open": (RED, "-.", "P"),
+    "ccq-gated-deltanet-uncentred": (RED, "--", "d"),
+    "ccq-gated-deltanet-fixed-lam": (RED, ":", "h"),
+    "gla-unit-equal-state": (GREEN, "-.", ">"),
     "gla-current-key": (SKY, ":", "X"),
     "deltanet": (ORANGE, ":", "v"),
 }
@@ -465,7 +465,7 @@ def throughput(found: Collection) -> Figure | None:
 
     def draw(axes: Any) -> None:
         for name in dict.fromkeys(row["system"] for row in rows):
-            system = System(name.replace("_", "-"))
+            system = System(name)
             points = sorted((row["length"], row["tokens_per_second"] / 1e3) for row in rows if row["system"] == name)
             axes.plot(*zip(*points, strict=True), **line_of(system))
         axes.set_xscale("log", base=2)
@@ -477,7 +477,7 @@ def throughput(found: Collection) -> Figure | None:
     return Figure("throughput", "Training throughput, one GPU",
                   f"{rows[0]['tokens']:,} tokens a step, {sources[-1].hardware}. The paper's Figure 5 has no printed "
                   "values.", [Panel("", draw)],
-                  legend_of([System(name.replace("_", "-")) for name in dict.fromkeys(row["system"] for row in rows)]),
+                  legend_of([System(name) for name in dict.fromkeys(row["system"] for row in rows)]),
                   size=(5.2, 3.2), alt="training throughput")  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -119,7 +118,7 @@ def validations(found: Collection) -> list[Source]:
 
 def counted(sources: Sequence[Source]) -> list[Source]:
     """Those of one system that make one number: of the longest training (shorter runs are those of a sweep), at the
-    rate that validated best, and of each seed one set of weights, with those trained again under the name repeat."""
+    rate that validated best, and of each seed one set of weights, with those trained again as its repeats."""
     most = max((source.tokens for source in sources if source.tokens is not None), default=None)
     sources = [source for source in sources if source.tokens in (None, most)]
     rates: dict[float, list[Source]] = {}
@@ -154,10 +153,8 @@ def weights_of(source: Source) -> Any:
 
 
 def is_repeat(source: Source) -> bool:
-    """Whether a run was made once more with its seed, on purpose: its name says so."""
-    names = [source.path.name, source.path.parent.name, (source.content.get("model") or {}).get("name", "")]
-    names += [source.run.path.name] if source.run is not None else []
-    return any(re.search(r"(?<![a-z])repeat\d*(?![a-z])", name) for name in names)
+    """Whether a run was made once more with its seed, on purpose."""
+    return source.identity is not None and source.identity.repeat > 0
 
 
 def once(sources: Iterable[Source]) -> list[Source]:

@@ -239,7 +239,7 @@ def in_short(results: Results) -> list[str]:
                 values = [x["value"] for run in runs for name, x in run.content["scores"].items() if name != "average"]
                 told.append(f"{system.label} {mean_of(values)}")
             count = max(len(results.runs(system, suite)) for system in systems)
-            lines.append(f"**{what}, {size}**: {', '.join(told)} ({plural(count, 'run')} each at most)")
+            lines.append(f"**{what}, {size}**: {'; '.join(told)} ({plural(count, 'run')} each at most)")
     return lines
 
 

@@ -14,8 +14,9 @@ from ccq.report.document import Block, Cell, Figure, Panel, Row, Table
 from ccq.report.figures import INK, legend_of, line_of
 from ccq.report.numbers import Estimate, Interval
 from ccq.report.paper import leaders
-from ccq.report.systems import LABELS, System, from_config
+from ccq.report.systems import System
 from ccq.report.tables import MISSING, SMALL_PRINT, marks, our_cell
+from ccq.systems import Identity
 
 DRAWS = 1000  # of the bootstrap
 
@@ -111,23 +112,17 @@ def over_samples(drawn: Sequence[np.ndarray]) -> Interval:
 
 
 def system_of(run: dict) -> System:
-    """Of the run's config; a baseline made larger is named so."""
-    system, _ = from_config({"model": run["model"]}, run["size"])
-    variant = "equal state" if run["row"].endswith("equal_state") else system.variant
-    return System(system.name, variant, str(run["model"]["hidden_size"]))
+    """System and variant, and the width."""
+    identity = Identity(**run["identity"]) if "identity" in run else Identity(run["row"].replace("_", "-"))
+    return System(identity.system, identity.variant, str(run["model"]["hidden_size"]))
 
 
 @functools.cache
 def expected(tier: str) -> tuple[System, ...]:
     """The rows of a tier of `ccq sweep mqar`."""
-    from ccq.recipes import recipe
     from ccq.train.sweep import MAIN, ROWS
 
-    made = [
-        system_of({"model": vars(recipe(f"{row}_mqar").model), "row": row, "size": "mqar"})
-        for row in (ROWS if tier == "rows" else MAIN)
-    ]
-    return tuple(made)
+    return tuple(System(row.replace("_", "-")) for row in (ROWS if tier == "rows" else MAIN))
 
 
 WIDTHS = ("64", "128", "256")  # that `ccq sweep mqar` has
@@ -153,10 +148,7 @@ class Recall:
         for row in rows.values():
             for runs in row.tried.values():
                 runs.sort(key=lambda run: (run.content["seed"], run.content["repeat"]))
-        known = list(LABELS)
-        self.rows = sorted(
-            rows.values(), key=lambda r: (int(r.system.size), r.steps, known.index(r.system.name), r.system.variant)
-        )
+        self.rows = sorted(rows.values(), key=lambda r: (int(r.system.size), r.steps, r.system.order))
         self.groups: dict[tuple[str, int], list[RecallRow]] = {}
         for row in self.rows:
             self.groups.setdefault((row.system.size, row.steps), []).append(row)

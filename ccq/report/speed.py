@@ -217,7 +217,7 @@ def training_table(paper: Paper, found: Collection) -> Table:
     sources = found.of("bench", "train")
     rows = []
     for system in (*SPEED_ROWS, "transformer"):
-        mine = find(sources, system=system.replace("-", "_"), size="1.3b", length=4096)
+        mine = find(sources, system=system, size="1.3b", length=4096)
         told = [table.cell("1.3b", system, c.heading) for c in table.columns]
         shown = [Cell(f"{c.value:,.0f}" if at == 0 and c.value else c.shown, kind="paper", hover="8 GPUs, FSDP") if c
                  else Cell("–", kind="missing", hover="not in the paper") for at, c in enumerate(told)]  # fmt: skip
@@ -225,7 +225,7 @@ def training_table(paper: Paper, found: Collection) -> Table:
         if mine:
             row, source = mine
             control = CONTROLS.get(system.removeprefix("ccq-")) if system.startswith("ccq-") else None
-            base = find(sources, system=control.replace("-", "_"), size="1.3b", length=4096) if control else None
+            base = find(sources, system=control, size="1.3b", length=4096) if control else None
             for at, key, form in ((1, "tokens_per_second", ",.0f"), (3, "peak_gib", ".1f")):
                 text = f"{row[key]:{form}}" + (f" ({change(row[key] / base[0][key])})" if base else "")
                 cells[at] = Cell(text, "", source.told, kind="ours")
@@ -245,7 +245,7 @@ def lengths_table(found: Collection) -> Table | None:
     if not sources:
         return None
     source = max(sources, key=lambda s: s.when)
-    measured = {(r["system"].replace("_", "-"), r["size"], r["length"]): r for r in source.content["rows"]}
+    measured = {(r["system"], r["size"], r["length"]): r for r in source.content["rows"]}
     lengths = sorted({length for _, _, length in measured})
     rows = []
     for system, size in dict.fromkeys((system, size) for system, size, _ in measured):

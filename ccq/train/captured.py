@@ -67,7 +67,7 @@ class DeviceStep:
     """One step on micro-batches, replayed where their shapes came before and the current stream allows a capture."""
 
     def __init__(self, trainer: Trainer) -> None:
-        runtime = trainer.config.system
+        runtime = trainer.config.runtime
         self.trainer, self.update = trainer, DeviceUpdate(trainer)
         # checkpointing asks the host for the state of the generators, compiled layers may have graphs of their own
         self.captures = runtime.capture and not (runtime.activation_checkpointing or runtime.compile)
@@ -135,7 +135,7 @@ class DeviceStep:
                 found = self.run(inputs)
         except RuntimeError as error:
             line = (str(error).strip() or "?").splitlines()[0]
-            raise RunError(f"the step cannot be captured as a CUDA graph ({line}): take --system.no-capture") from error
+            raise RunError(f"the step cannot be captured as a CUDA graph ({line}): take --runtime.no-capture") from error
         return graph, found
 
 

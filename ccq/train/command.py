@@ -32,15 +32,18 @@ def main(argv: Sequence[str]) -> int:
 
 def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser for `ccq COMMAND RECIPE`; what it does not know are fields of the config."""
-    from ccq.recipes import SIZES, SYSTEMS
+    from ccq.recipes import TRAINED
+    from ccq.systems import SYSTEMS
 
-    def table(functions: dict) -> str:
-        return "".join(f"\n  {name:<29} {(make.__doc__ or '').splitlines()[0]}" for name, make in functions.items())
+    def table(lines: dict[str, str]) -> str:
+        return "".join(f"\n  {name:<29} {line}" for name, line in lines.items())
 
+    systems = table({name.replace("-", "_"): system.help for name, system in SYSTEMS.items()})
+    sizes = table({size: line for size, (line, _) in TRAINED.items()})
     parser = argparse.ArgumentParser(
         prog=f"ccq {command}",
         description=description,
-        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{table(SYSTEMS)}\n\nsizes:{table(SIZES)}\n\n"
+        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{sizes}\n\n"
         "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
         f"`ccq {command} RECIPE --help` lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,6 +66,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
         parser.error(f"there is no recipe {options.recipe!r}.{nearest(name, tuple(RECIPES))}")
     if listed:
         fields = ["--help"]
+    for field in fields:
+        if field.startswith("--system."):
+            parser.error(f"{field}: options of how a run runs are called --runtime.{field.removeprefix('--system.')}")
     try:
         return options, tyro.cli(Config, default=RECIPES[name](), args=fields, prog=f"{parser.prog} {options.recipe}")
     except RunError as error:

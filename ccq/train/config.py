@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ccq.data.mqar import TRAIN
-from ccq.model.config import CCQConfig
+from ccq.model.config import CCQConfig, recognise
+from ccq.systems import Identity
 from ccq.train import RunError
 
 # The fields of CCQConfig as a plain dataclass: defined there, and here without what transformers adds to them.
 _kinds = typing.get_type_hints(type("_", (), {"__annotations__": CCQConfig.__annotations__}))
+del _kinds["identity"], _kinds["recall"]  # which a run has in other fields
 ModelOptions: Any = dataclasses.make_dataclass(
     "ModelOptions", [(name, kind, field(default=getattr(CCQConfig, name))) for name, kind in _kinds.items()]
 )
@@ -70,7 +73,7 @@ class Optimizer:
 
 
 @dataclass
-class System:
+class Runtime:
     """How it runs, not what it computes: these may change when a run is resumed."""
 
     micro_batch: int = 8
@@ -114,13 +117,15 @@ class Config:
     model: ModelOptions
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    system: System = field(default_factory=System)
+    runtime: Runtime = field(default_factory=Runtime)
     steps: int = 1000
     """steps of the optimizer"""
     seed: int = 0
     """of weights and data"""
     dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
     """of the computation; weights are kept in fp32 (fp64 for fp64)"""
+    identity: Identity = field(default_factory=Identity)
+    """what the run is of; the run fills in what the other fields say"""
 
     def __post_init__(self) -> None:
         self.check()
@@ -138,24 +143,16 @@ class Config:
                 "data.path: this recipe makes recall samples and reads no text; to train it on text, add --data.source "
                 "tokens and the --model.vocab-size of its tokenizer"
             )
-        if self.system.workers not in (0, 1):
-            raise RunError(f"system.workers: expected 0 or 1, got {self.system.workers}")
-        for name, value, least in (
-            ("steps", self.steps, 1),
-            ("data.length", self.data.length, 1),
-            ("data.batch", self.data.batch, 1),
-            ("optimizer.lr", self.optimizer.lr, 0),
-            ("optimizer.warmup", self.optimizer.warmup, 0),
-            ("optimizer.weight_decay", self.optimizer.weight_decay, 0),
-            ("system.micro_batch", self.system.micro_batch, 1),
-            ("system.checkpoint_every", self.system.checkpoint_every, 1),
-            ("system.keep", self.system.keep, 1),
-            ("system.log_every", self.system.log_every, 1),
-            ("system.validate_every", self.system.validate_every, 1),
-            ("system.validate_windows", self.system.validate_windows, 1),
-            ("system.patience", self.system.patience, 1),
-            ("system.sample_every", self.system.sample_every, 0),
-        ):
+        if self.runtime.workers not in (0, 1):
+            raise RunError(f"runtime.workers: expected 0 or 1, got {self.runtime.workers}")
+        least_of = {
+            "steps": 1, "data.length": 1, "data.batch": 1, "optimizer.lr": 0, "optimizer.warmup": 0,
+            "optimizer.weight_decay": 0, "runtime.micro_batch": 1, "runtime.checkpoint_every": 1, "runtime.keep": 1,
+            "runtime.log_every": 1, "runtime.validate_every": 1, "runtime.validate_windows": 1, "runtime.patience": 1,
+            "runtime.sample_every": 0,
+        }  # fmt: skip
+        for name, least in least_of.items():
+            value = operator.attrgetter(name)(self)
             if not math.isfinite(value):
                 raise RunError(f"{name}: expected a finite number, got {value}")
             if value < least:
@@ -170,6 +167,48 @@ class Config:
             raise RunError(f"optimizer.clip: expected more than 0, or None for no clipping, got {self.optimizer.clip}")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise RunError(f"optimizer.betas: expected at least 0 and below 1, got {self.optimizer.betas}")
+
+
+def recall(config: Config) -> dict[str, Any] | None:
+    """What `ccq eval --suite mqar` asks a model of this run; None for one that is trained on text."""
+    data = config.data
+    if data.source != "mqar":
+        return None
+    slices = [list(kind[:2]) for kind in data.valid_slices or data.slices]  # length, pairs
+    return {"vocab_size": data.recall_vocab_size or config.model.vocab_size, "slices": slices}
+
+
+def other_data(config: Config) -> list[str]:
+    """How the data differ from those of the recipe, where the run is of one, in words."""
+    if config.identity.recipe is None:
+        return []
+    from ccq.recipes import recipe  # which imports this module
+
+    data, usual = config.data, recipe(config.identity.recipe).data
+    words = {
+        "source": f"trained on {data.source}", "length": f"windows of {data.length}",
+        "reset": f"state {'reset at' if data.reset else 'kept over'} documents",
+        "slices": "other recall samples", "recall_vocab_size": "other recall samples",
+    }  # fmt: skip
+    return [said for name, said in words.items() if getattr(data, name) != getattr(usual, name)]
+
+
+def identified(config: Config, needles: float | None = None) -> Config:
+    """The config whose identity says what its other fields say, and the share of needle documents in its text.
+
+    The one place where a variant is made: of the options that differ from the registry's, and of words that were given.
+    """
+    told, data = config.identity, config.data
+    system, size, variant = recognise(dataclasses.asdict(config.model), told.system, told.size)
+    identity = dataclasses.replace(
+        told.varied(*variant.split(", "), *other_data(config)),
+        system=system,
+        size=size,
+        seed=config.seed,
+        tokens=config.steps * data.batch * (data.length if data.source == "tokens" else 1),
+        needles=told.needles if needles is None else needles,
+    )
+    return dataclasses.replace(config, identity=identity)
 
 
 def to_json(config: Config) -> str:
@@ -195,24 +234,31 @@ def read(path: Path) -> Config:
         raise RunError(f"{path} is missing: expected the folder of a run of `ccq train`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is damaged: {error}") from None
-    parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "system": System}
+    parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "runtime": Runtime, "identity": Identity}
     try:
+        if "system" in content:  # what versions before 0.2 called it
+            content["runtime"] = content.pop("system")
+        old = content.setdefault("identity", {}) == {}  # a run of theirs: its options tell what it is
         made = {name: kind(**_tuples(content.pop(name))) for name, kind in parts.items()}
-        return Config(**made, **content)
+        config = Config(**made, **content)
+        return identified(config) if old else config
     except KeyError as error:
         raise RunError(f"{path} has no {error}: expected the folder of a run of `ccq train`") from None
     except TypeError as error:
         raise RunError(f"{path} is not a config of this version of ccq: {error}") from None
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    def tuples(value: Any) -> Any:
-        return tuple(tuples(x) for x in value) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(tuples(x) for x in value) if isinstance(value, list) else value
 
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value if name == "eos_token_id" else tuples(value) for name, value in fields.items()}
 
 
-MAY_CHANGE = ("system.", "data.path", "data.valid_path")  # of the paths, the run compares what lies there
+# of the paths, the run compares what lies there; an identity follows from the other fields
+MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
 
 
 def differences(saved: Config, asked: Config) -> list[str]:

@@ -67,14 +67,14 @@ def fits(windows: TokenWindows, config: Config, name: str) -> TokenWindows:
 
 
 def accumulation(config: Config, ranks: int) -> int:
-    """Micro-batches of a rank in a step: as few as `system.micro_batch` allows."""
-    batch, micro = config.data.batch, config.system.micro_batch
+    """Micro-batches of a rank in a step: as few as `runtime.micro_batch` allows."""
+    batch, micro = config.data.batch, config.runtime.micro_batch
     if batch % ranks:
         raise RunError(f"data.batch: {batch} sequences cannot be shared by {ranks} ranks: expected a multiple of them")
     share = batch // ranks
     if share > micro and share % micro:
         raise RunError(
-            f"system.micro_batch: expected a divisor of the {share} sequences of a rank (data.batch={batch}, {ranks} "
+            f"runtime.micro_batch: expected a divisor of the {share} sequences of a rank (data.batch={batch}, {ranks} "
             f"ranks), got {micro}"
         )
     return max(1, share // micro)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,9 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
             load(state, checkpoint_id=path, process_group=world.background)
         except FAILURES as error:
             raise RunError(f"{path} is damaged: {reason(error)}") from error
+    tokens = config.identity.tokens or 0
+    identity = dataclasses.replace(config.identity, tokens=tokens * step // config.steps)
+    model.config.identity, model.config.recall = dataclasses.asdict(identity), configs.recall(config)
     return model.eval(), step
 
 

@@ -84,9 +84,11 @@ def claim(folder: Path, config: Config) -> None:
         if different:
             raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
     text: dict[str, int] = {}  # for who reads the results: how much of it is there, and of needle documents
+    needles = None
     if config.data.path is not None:
         shards = TokenShards(config.data.path, checksums=False)
         text = {name: shards.index[name] for name in ("tokens", "needle_tokens") if name in shards.index}
+        needles = text["needle_tokens"] / text["tokens"] if len(text) == 2 and text["tokens"] else None
         tokenizer = shards.tokenizer_folder
         if tokenizer.is_dir() and not (folder / TOKENIZER).exists():
             copy = folder / (TOKENIZER + ".partial")
@@ -94,7 +96,7 @@ def claim(folder: Path, config: Config) -> None:
             shutil.copytree(tokenizer, copy)
             os.rename(copy, folder / TOKENIZER)
     write_atomically(folder / DATA, json.dumps({**data, **text}, indent=1).encode())
-    write_atomically(path, configs.to_json(config).encode())
+    write_atomically(path, configs.to_json(configs.identified(config, needles)).encode())
 
 
 def read_data(path: Path) -> dict[str, str | None]:

@@ -47,7 +47,7 @@ class Log:
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
             write_atomically(path, "".join(line + "\n" for line in kept).encode())
         self.file = open(path, "a")  # noqa: SIM115 -- closed by close
-        if self.config.system.tensorboard:
+        if self.config.runtime.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
 

@@ -136,7 +136,7 @@ class Trainer:
 def train(config: Config, run: Path) -> int:
     """Train, or go on training, in the folder `run`. Returns the exit code; RunError says what stops a run."""
     config.check()
-    with join(config.system.device, config.system.timeout) as world, contextlib.ExitStack() as stack:
+    with join(config.runtime.device, config.runtime.timeout) as world, contextlib.ExitStack() as stack:
         on_main(world, lambda: stack.enter_context(folder.locked(run)))
         accumulation(config, world.size)
         finished = world.from_main(newest(run / folder.CHECKPOINTS) == config.steps)
@@ -149,7 +149,7 @@ def train(config: Config, run: Path) -> int:
         if finished:
             log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` makes a model of it.")
             return 0
-        checkpoints = Checkpoints(run / folder.CHECKPOINTS, world, config.system.keep)
+        checkpoints = Checkpoints(run / folder.CHECKPOINTS, world, config.runtime.keep)
         try:
             stack.enter_context(own_stream(world))
             return Run(config, run, world, log, checkpoints).train()
@@ -157,8 +157,8 @@ def train(config: Config, run: Path) -> int:
             raise RunError(f"{error}. {checkpoints.left()}") from error
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(
-                f"out of GPU memory: take a smaller system.micro_batch (it is {config.system.micro_batch}) or "
-                f"system.activation_checkpointing. {checkpoints.left()}"
+                f"out of GPU memory: take a smaller runtime.micro_batch (it is {config.runtime.micro_batch}) or "
+                f"runtime.activation_checkpointing. {checkpoints.left()}"
             ) from error
         except RuntimeError as error:
             if isinstance(error, RunError) or world.size == 1 or not lost_rank(error):
@@ -208,7 +208,7 @@ class Run:
         self.trainer = Trainer(config, world)
         cleaners = self.trainer.gates.cleaners
         self.curve = pure_decay(config) if any(cleaner.has_gate for cleaner in cleaners) else None
-        self.tokenizer = tokenizer_of(run) if config.system.sample_every else None
+        self.tokenizer = tokenizer_of(run) if config.runtime.sample_every else None
         self.flops = flops_per_token(config)
         self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
         self.timed = 0
@@ -225,12 +225,12 @@ class Run:
         self.log.say(f"resumed at step {start}" if start else self.headline())
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
         pinned = self.world.device.type == "cuda"
-        with stop_signals() as stop, iterating(steps, config.system.workers, pinned) as batches:
+        with stop_signals() as stop, iterating(steps, config.runtime.workers, pinned) as batches:
             while trainer.progress["step"] < config.steps:
                 self.one_step(batches)
                 step = trainer.progress["step"]
                 stopped = self.world.total(float(bool(stop)))[0] > 0
-                if stopped or step == config.steps or step % config.system.checkpoint_every == 0:
+                if stopped or step == config.steps or step % config.runtime.checkpoint_every == 0:
                     self.checkpoints.save(step, trainer.state(), wait=stopped or step == config.steps)
                 if stopped and step < config.steps:
                     name = self.world.from_main(stop[0] if stop else "a signal")
@@ -251,10 +251,10 @@ class Run:
         )
 
     def one_step(self, batches: Iterator[list[Batch]]) -> None:
-        config, trainer, system = self.config, self.trainer, self.config.system
+        config, trainer, runtime = self.config, self.trainer, self.config.runtime
         number = trainer.progress["step"] + 1
         last = number == config.steps
-        logs = last or number % system.log_every == 0
+        logs = last or number % runtime.log_every == 0
         trainer.gates.record(logs)
         begin = time.perf_counter()
         done = trainer.step(next(batches))
@@ -267,11 +267,11 @@ class Run:
             self.log_step(number, done)
         else:
             self.log.advance(number)
-        if self.valid is not None and (last or number % system.validate_every == 0):
+        if self.valid is not None and (last or number % runtime.validate_every == 0):
             found = validate(trainer.model, config, self.world, self.valid)
             self.log.record(number, **found)
             self.log.say(f"step {number}: {summary(found)}")
-        if self.tokenizer is not None and (last or number % system.sample_every == 0):
+        if self.tokenizer is not None and (last or number % runtime.sample_every == 0):
             text = sample(trainer.model, config, self.world, self.tokenizer, number)
             self.log.record(number, sample=text)
             self.log.say(f"step {number}, sample: {text!r}")
@@ -282,7 +282,7 @@ class Run:
         what = f"loss {done.loss}, gradient norm {done.norm}"
         self.log.say(f"step {step} is skipped: {what}")
         self.log.record(step, skipped=self.trainer.progress["skipped"])
-        if row >= self.config.system.patience:
+        if row >= self.config.runtime.patience:
             self.checkpoints.wait()
             raise RunError(f"{row} steps in a row were not finite ({what}). {self.checkpoints.left()}")
 

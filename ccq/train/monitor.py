@@ -48,7 +48,7 @@ def validate(model: Any, config: Config, world: World, source: TokenWindows | MQ
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     scored = 0
     with looking(model):
-        batches = source.in_order(config.system.micro_batch, world.rank, world.size, config.system.validate_windows)
+        batches = source.in_order(config.runtime.micro_batch, world.rank, world.size, config.runtime.validate_windows)
         for batch in batches:
             out = call(model, batch, world.device)
             loss += out.loss.double() * out.scored
@@ -70,7 +70,7 @@ def summary(found: dict[str, float]) -> str:
 def validate_recall(model: Any, config: Config, world: World, source: MQAR) -> dict[str, float]:
     sums = torch.zeros(len(source.slices), 3, dtype=torch.float64, device=world.device)  # loss, right, asked
     with looking(model):
-        for slice_, batch in source.in_order(config.system.micro_batch, world.rank, world.size):
+        for slice_, batch in source.in_order(config.runtime.micro_batch, world.rank, world.size):
             out = call(model, batch, world.device, output_hidden_states=True)
             labels = batch.labels.to(world.device)
             asked = labels != IGNORE
@@ -123,9 +123,9 @@ def sample(model: Any, config: Config, world: World, tokenizer: Any, step: int) 
     Without a cache, since the weights of a layer may lie on other ranks until its forward is called; of one length,
     since compiled code is made for a shape. What follows a position does not reach it.
     """
-    prompt = tokenizer(config.system.sample_prompt)["input_ids"] if config.system.sample_prompt else []
+    prompt = tokenizer(config.runtime.sample_prompt)["input_ids"] if config.runtime.sample_prompt else []
     tokens = [tokenizer.eos_token_id, *prompt]
-    length = max(config.system.sample_tokens, len(tokens) + 1)
+    length = max(config.runtime.sample_tokens, len(tokens) + 1)
     ids = torch.full((1, length), tokenizer.eos_token_id, device=world.device)
     ids[0, : len(tokens)] = torch.tensor(tokens, device=world.device)
     rng = torch.Generator().manual_seed(key_of("sample", config.seed, step))

@@ -69,9 +69,9 @@ def make_model(config: Config, device: torch.device) -> CCQForCausalLM:
 
 def parallelize(model: CCQForCausalLM, config: Config, world: World) -> Prepared:
     """Apply what the config asks for; the model is changed in place."""
-    if config.system.activation_checkpointing:
+    if config.runtime.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.system.compile:
+    if config.runtime.compile:
         for block in model.model.blocks():
             block.compile()
     if world.size > 1:

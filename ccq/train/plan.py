@@ -58,7 +58,7 @@ def plan(name: str, config: Config, gpus: int) -> Plan:
     length = config.data.length if config.data.source == "tokens" else max(s[0] for s in config.data.slices)
     micro = config.data.batch // gpus // accumulate * length  # tokens
     model = info(model_config(config.model), length)
-    speed = speed_of(name, model, length)
+    speed = speed_of(name, config, model, length)
     compute = micro / speed.rate
     wait, where = (0.0, "") if gpus == 1 else communication(model, gpus)
     return Plan(
@@ -90,7 +90,7 @@ def activation_bytes(model: Info, config: Config, tokens: int) -> float:
     """What a micro-batch leaves for its backward, and a chunk of logits."""
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     each = model.activation_bytes
-    if config.system.activation_checkpointing:
+    if config.runtime.activation_checkpointing:
         each = each / layers + ACTIVATION_BYTES * hidden * layers
     logits = 2.0 * min(LOGITS["cuda"], tokens * model.config.vocab_size)
     return tokens * each * (1 if config.dtype == "bf16" else 2) + logits
@@ -108,18 +108,19 @@ def measured() -> dict[tuple[str, str, int], Speed]:
     for path in sorted(RESULTS.glob("train_*.json")):
         result = json.loads(path.read_text())
         for row in result["rows"]:
-            key = (row["system"], row["size"], row["length"])
+            key = (row["system"].replace("_", "-"), row["size"], row["length"])  # recipes, in older files
             found[key] = Speed(row["tokens_per_second"], f"measured on one {result.get('gpu', 'GPU')} ({path.name})")
     return found
 
 
-def speed_of(name: str, model: Info, length: int) -> Speed:
+def speed_of(name: str, config: Config, model: Info, length: int) -> Speed:
     """Measured here, else the paper's, else that of GLA-1.3B at the same FLOP/s."""
     from ccq.recipes import recipe
 
-    system, _, scale = name.replace("-", "_").rpartition("_")
+    made = recipe(name.replace("-", "_"))
+    system, scale = made.identity.system, made.identity.size
     here = measured()
-    same = recipe(f"{system}_{scale}").model == _options(model)
+    same = made.model == config.model
     if same and (system, scale, length) in here:
         return here[system, scale, length]
     if same and scale == "1.3b" and system in PAPER and length == 4096:
@@ -130,12 +131,6 @@ def speed_of(name: str, model: Info, length: int) -> Speed:
         other.rate * known.train_flops / model.train_flops,
         f"a guess: as many FLOP/s as GLA-1.3B ({other.source}), on the same GPU",
     )
-
-
-def _options(model: Info):
-    from ccq.train.config import ModelOptions
-
-    return ModelOptions(**{name: getattr(model.config, name) for name in ModelOptions.__dataclass_fields__})
 
 
 def main(argv: Sequence[str]) -> int:

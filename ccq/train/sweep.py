@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from ccq.ops.dispatch import nearest
+from ccq.systems import SYSTEMS
 from ccq.train import RunError
 
 MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")
@@ -40,11 +41,11 @@ ROWS = (
     *MAIN, "transformer", "mamba2", "deltanet", "gla_unit_equal_state", "gla_current_key", "ccq_gated_deltanet_open",
     "ccq_gla_no_decay", "ccq_gla_stats", "ccq_gla_uncentred", "ccq_gla_fixed_lam",
 )  # fmt: skip
+KNOWN = tuple(name.replace("-", "_") for name in SYSTEMS)  # what --rows takes
 RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zoology's
 REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
 TIERS = {"rows": (2_000, (0,)), "seeds": (10_000, (1, 2, 3))}  # steps, seeds
 OPTIONS = {"optimizer.lr": "--rates", "seed": "--seeds", "steps": "--steps"}  # fields that name a run
-POINTS = 40  # of a curve
 TEST_SEED = 0  # the test samples are the same for all runs
 
 
@@ -52,7 +53,7 @@ TEST_SEED = 0  # the test samples are the same for all runs
 class Spec:
     """One run."""
 
-    row: str  # a system of ccq.recipes
+    row: str  # a system, with _ for -
     size: str
     lr: float
     seed: int
@@ -67,20 +68,14 @@ class Spec:
         rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
         return f"{self.row}-{self.size}-lr{rate}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
 
-    @staticmethod
-    def row_of(name: str) -> str:
-        return name.partition("-")[0]
-
-    @staticmethod
-    def is_repeat(name: str) -> bool:
-        return "-r0" not in name
-
     def config(self) -> Any:
         from ccq.recipes import recipe
+        from ccq.train.config import identified
 
         config = recipe(f"{self.row}_{self.size}")
+        config.identity = dataclasses.replace(config.identity, repeat=self.repeat)
         config.optimizer.lr, config.seed, config.steps = self.lr, self.seed, self.steps
-        config.system.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
+        config.runtime.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
         for name, value in self.changes:
             *path, last = name.split(".")
             part = functools.reduce(getattr, path, config)
@@ -88,7 +83,7 @@ class Spec:
                 raise RunError(f"--set {name}: a recipe has no such field")
             setattr(part, last, value)
         config.check()
-        return config
+        return identified(config)
 
 
 # -- runs of one row, side by side -------------------------------------------------------------------------------------
@@ -113,7 +108,9 @@ def test_data(slices: tuple, samples: int, vocab_size: int, device: Any) -> list
 
 def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
     """Train the runs in lockstep, each on its own stream, and write what each found."""
+    from ccq.train.data import recall_vocabulary
     from ccq.train.recall import RecallRun
+    from ccq.train.recall_result import result
     from ccq.train.world import pick_device
 
     device = pick_device(options["device"], 0)
@@ -134,7 +131,7 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
     ready = time.perf_counter()
     say(f"{specs[0].row}: {len(runs)} runs ready after {ready - begin:.0f} s")
 
-    steps, every = specs[0].steps, runs[0].config.system.validate_every
+    steps, every = specs[0].steps, runs[0].config.runtime.validate_every
     looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
@@ -147,114 +144,17 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
             for run in runs:
                 run.advance(step)
     seconds = time.perf_counter() - ready
+    vocabulary = recall_vocabulary(runs[0].config)
     for spec, run, seen in zip(specs, runs, looks, strict=True):
-        found = result(spec, run, seen, options)
+        with run.on_stream():
+            tests = test_data(run.config.data.valid_slices, options["test_samples"], vocabulary, device)
+        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, seen, tests)}
         found |= {"seconds": round(seconds, 2), "side_by_side": len(runs), "captured": run.captured}
         write(out / "runs" / f"{spec.name}.json", found)
         say(
             f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
             f"loss {found['curve']['loss'][-1]:.3f}, {seconds / steps * 1e3:.2f} ms a step of {len(runs)}"
         )
-
-
-def result(spec: Spec, run: Any, looks: list[tuple[int, list[int]]], options: dict[str, Any]) -> dict[str, Any]:
-    from ccq.model.info import info
-    from ccq.provenance import provenance
-    from ccq.train.config import model_config
-    from ccq.train.data import recall_vocabulary
-
-    config = run.config
-    slices = config.data.valid_slices
-    with run.on_stream():
-        samples = test_data(slices, options["test_samples"], recall_vocabulary(config), run.device)
-        right = [run.right(x).cpu().numpy() for x in samples]
-    numbers = info(model_config(config.model), 256)
-    layers = [layer.mixer for layer in run.model.model.blocks()]
-    losses, lams = run.losses.cpu().numpy(), run.lams.cpu().numpy()
-    ends = np.unique(np.linspace(0, spec.steps, min(POINTS, spec.steps) + 1).astype(int))
-    where = provenance()
-    used = [config.data.slices[number] for number in run.data.slices]
-    asked = [s[1] * s[2] for s in slices]
-    curve = [accuracies(counts, asked) for _, counts in looks]
-    return {
-        "name": spec.name,
-        "row": spec.row,
-        "system": spec.row,
-        "size": spec.size,
-        "lr": spec.lr,
-        "seed": spec.seed,
-        "repeat": spec.repeat,
-        "steps": spec.steps,
-        "epochs": round(spec.steps * config.data.batch / sum(s[2] for s in config.data.slices), 2),
-        "tokens": config.data.batch * sum(s[0] for s in used),
-        "scored": config.data.batch * sum(s[1] for s in used),
-        "skipped": int(run.skipped),
-        "parameters": {"body": numbers.body, "embeddings": numbers.embedding},
-        "state_bytes": sum(state_bytes(mixer) for mixer in layers),
-        "covariance_bytes": sum(state_bytes(mixer, "covariance") for mixer in layers),
-        "model": {
-            name: value for name, value in dataclasses.asdict(config.model).items() if not name.endswith("token_id")
-        },
-        "valid": {
-            "accuracy": round(float(np.mean(curve[-1])), 6),
-            "slices": [
-                {"length": s[0], "pairs": s[1], "right": n, "asked": of, "accuracy": round(n / of, 6)}
-                for s, n, of in zip(slices, looks[-1][1], asked, strict=True)
-            ],
-        },
-        "test": test_scores(slices, right),
-        "curve": {
-            "step": ends[1:].tolist(),
-            "loss": [rounded(losses[a:b].mean()) for a, b in itertools.pairwise(ends)],
-            "valid_step": [step for step, _ in looks],
-            "valid_accuracy": [round(float(np.mean(x)), 4) for x in curve],
-            "valid_by_slice": [[round(float(y), 4) for y in x] for x in curve],
-        },
-        "gate": gate_path(config, lams, ends[1:]) if lams.shape[1] else None,
-        "commit": where["commit"],
-        "dirty": where["dirty"],
-        "date": where["date"],
-    }
-
-
-def accuracies(right: Sequence[int], asked: Sequence[int]) -> np.ndarray:
-    return np.array(right) / np.array(asked)
-
-
-def test_scores(slices: Sequence[tuple], right: list[np.ndarray]) -> dict[str, Any]:
-    """By slice, with how many samples had so many right answers: all that a bootstrap over samples needs."""
-    rows = []
-    for (length, pairs, _), counts in zip(slices, right, strict=True):
-        values, times = np.unique(counts, return_counts=True)
-        rows.append({
-            "length": length, "pairs": pairs, "samples": len(counts), "right": int(counts.sum()),
-            "asked": pairs * len(counts), "accuracy": round(float(counts.mean() / pairs), 6),
-            "histogram": [[int(v), int(n)] for v, n in zip(values, times, strict=True)],
-        })  # fmt: skip
-    return {"accuracy": round(float(np.mean([row["accuracy"] for row in rows])), 6), "slices": rows}
-
-
-def gate_path(config: Any, lams: np.ndarray, at: np.ndarray) -> dict[str, Any]:
-    """Mean lam of each layer at the steps `at`, beside where weight decay alone would have taken the bias."""
-    from ccq.train.optimizer import pure_decay
-
-    alone = None if config.model.fixed_lam is not None else [rounded(x) for x in pure_decay(config)[at]]
-    return {"step": at.tolist(), "lam": [[rounded(x) for x in row] for row in lams[at - 1]], "of_decay_alone": alone}
-
-
-def state_bytes(mixer: Any, part: str | None = None) -> int:
-    """Of one sequence of 256 tokens in fp32, all of it or one part."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    if part is None and "length" in mixer.new_state(1, "meta", torch.float32, 256):  # attention: keys and values
-        return 2 * 256 * mixer.key_heads * mixer.size * 4
-    state = mixer.new_state(1, "meta", torch.float32, 256)
-    return sum(x.nbytes for x in pytree.tree_leaves(state if part is None else state.get(part, {})))
-
-
-def rounded(x: float) -> float | None:
-    return float(f"{x:.5g}") if np.isfinite(x) else None
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -394,7 +294,7 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
     """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
     try:
         content = json.loads(path.read_text())
-        unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
+        unfinished = {name.partition("-")[0] for name in content["missing"] if "-r0" in name}  # no repeats
         chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
         theirs = content.get("size", size)
     except FileNotFoundError:
@@ -533,8 +433,8 @@ def sweep(options: argparse.Namespace) -> int:
     known = ROWS if tier == "rows" else MAIN
     options.rows = tuple(re.split(r"[,\s]+", options.rows)) if options.rows else known
     for row in options.rows:
-        if row not in ROWS:
-            raise RunError(f"--rows: there is no {row!r}.{nearest(row, ROWS)} Rows are {', '.join(ROWS)}.")
+        if row not in KNOWN:
+            raise RunError(f"--rows: there is no {row!r}.{nearest(row, KNOWN)} Rows are {', '.join(KNOWN)}.")
     options.steps = TIERS[tier][0] if options.steps is None else options.steps
     options.seeds = tuple(dict.fromkeys(options.seeds or TIERS[tier][1]))
     options.rates = tuple(dict.fromkeys(options.rates))
@@ -603,6 +503,8 @@ def check_test_samples(groups: list[list[Spec]], out: Path, samples: int) -> Non
 
 def change(text: str) -> tuple[str, Any]:
     """A field and its value, lists as tuples."""
+    from ccq.train.config import tuples
+
     name, sign, value = text.partition("=")
     if not sign:
         raise RunError(f"--set: expected FIELD=JSON, got {text!r}")
@@ -612,7 +514,3 @@ def change(text: str) -> tuple[str, Any]:
         return name, tuples(json.loads(value))
     except json.JSONDecodeError:
         return name, value
-
-
-def tuples(value: Any) -> Any:
-    return tuple(tuples(x) for x in value) if isinstance(value, list) else value

@@ -53,14 +53,14 @@ def pick_device(name: str | None, local_rank: int) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise RunError(f"system.device: expected cpu, cuda or cuda:N, got {name!r}")
+        raise RunError(f"runtime.device: expected cpu, cuda or cuda:N, got {name!r}")
     if name == "cpu":
         return torch.device(name)
     if not torch.cuda.is_available():
-        raise RunError(f"system.device: {name!r} was asked for, and torch sees no GPU (`ccq doctor` says why)")
+        raise RunError(f"runtime.device: {name!r} was asked for, and torch sees no GPU (`ccq doctor` says why)")
     device = torch.device("cuda", local_rank if name == "cuda" else torch.device(name).index)
     if device.index >= torch.cuda.device_count():
-        raise RunError(f"system.device: expected one of {torch.cuda.device_count()} GPUs, got {device}")
+        raise RunError(f"runtime.device: expected one of {torch.cuda.device_count()} GPUs, got {device}")
     torch.cuda.set_device(device)
     return device
 

@@ -20,7 +20,7 @@ from ccq.cli import main
 from ccq.train.loop import Trainer
 
 SMALL = demo.Settings(
-    systems=("gla", "ccq_gla"),
+    systems=("gla", "ccq-gla"),
     device="cpu",
     steps=4,
     recall=((16, 2, 8), (32, 4, 8)),
@@ -131,7 +131,8 @@ def test_page_shows_both_kinds_of_model(first):
         for run in ("gla_tiny", "ccq_gla_tiny")
     ]
     short = [f"{sum(values) / len(values):.1f}" for values in recall]
-    assert f"GLA {short[0]}, CCQ-GLA {short[1]}" in page
+    own = "convolution of 4, 1 layer"  # which the recipe does not have
+    assert f"GLA, {own} {short[0]}; CCQ-GLA, {own} {short[1]}" in page
     assert "The models trained here have one layer and a convolution over 4 tokens" in page
     assert "lacks what it should have" not in page
     assert "is not finished" not in page

@@ -247,6 +247,7 @@ def test_there_and_back(model_type, source, tmp_path):
     ours, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "again"))
     assert_same_tensors(ours, again)
     configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "again")]
+    assert [config.pop("identity")["system"] for config in configs] == ["ours", "again"]  # no run of ours made them
     assert configs[0] == configs[1]
     assert configs[0]["architectures"] == ["CCQForCausalLM"]
 
@@ -271,6 +272,7 @@ def test_our_presets_go_to_fla_and_return(system, tmp_path):
             "state_size",
             "head_size",
             "_name_or_path",
+            "identity",  # which fla's config has no place for
         ):
             assert loaded.config.to_dict()[name] == value, name  # of sizes, those of other mixers have no meaning
 

@@ -99,15 +99,16 @@ def test_a_mixer_without_linears(monkeypatch):
 def test_memory_to_train_is_near_what_was_measured():
     """And as `ccq plan` has it; what CCQ adds is what it was measured to add."""
     from ccq.recipes import recipe
+    from ccq.systems import recipe_name
     from ccq.train.plan import plan
 
     rows = json.loads((RESULTS / "train_h200.json").read_text())["rows"]
     peak = {row["system"]: row["peak_gib"] for row in rows if (row["size"], row["length"]) == ("1.3b", 4096)}
     told = {}
-    for system in ("gla", "ccq_gla", "gated_deltanet", "ccq_gated_deltanet", "transformer"):
-        name = f"{system}_1.3b"
-        told[system] = info(CCQConfig.preset(name.replace("_", "-"))).training_bytes(32768) / 2**30
+    for system in ("gla", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet", "transformer"):
+        name = recipe_name(system, "1.3b")
+        told[system] = info(CCQConfig.preset(f"{system}-1.3b")).training_bytes(32768) / 2**30
         assert told[system] == pytest.approx(plan(name, recipe(name), 1).memory / 2**30, abs=1)
         assert 7 / 8 - 0.005 < told[system] / peak[system] < 1.1
-    for system in ("gla", "gated_deltanet"):
-        assert told[f"ccq_{system}"] - told[system] == pytest.approx(peak[f"ccq_{system}"] - peak[system], abs=0.1)
+    for system in ("gla", "gated-deltanet"):
+        assert told[f"ccq-{system}"] - told[system] == pytest.approx(peak[f"ccq-{system}"] - peak[system], abs=0.1)

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from ccq.model import CCQConfig, presets
-from ccq.model.config import SIZES, SYSTEMS
+from ccq.systems import SIZES, SYSTEMS
 
 
 def test_presets_are_systems_times_sizes():
     assert len(presets()) == len(SYSTEMS) * len(SIZES)
     for name in presets():
-        assert CCQConfig.preset(name).mixer == SYSTEMS[name.rpartition("-")[0]]["mixer"]
+        assert CCQConfig.preset(name).mixer == SYSTEMS[name.rpartition("-")[0]].options["mixer"]
 
 
 def test_presets_of_the_design():

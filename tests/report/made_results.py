@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from ccq import shipped
 from ccq.evaluate import harness, longbench
 from ccq.evaluate.results import write_json, write_rows
 from ccq.evaluate.statistics import average, summary
+from ccq.systems import OFF, SIZES, UNCHANGED, Identity
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 SYSTEMS = ("transformer", "gla", "gla-unit", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
@@ -23,6 +27,28 @@ def origin(commit="1" * 40, ccq="0.1.0", dirty=False):
     versions = {"ccq": ccq, "python": "3.11.7", "torch": "2.11.0"}
     return {"command": "ccq eval model --suite niah", "commit": commit, "dirty": dirty, "gpu": "NVIDIA H200",
             "date": "2026-11-14T10:00:00+00:00", "versions": versions}  # fmt: skip
+
+
+def identity(name: str, folder: Path | None = None) -> dict:
+    """That of <system>-<size>[-seed<n>][-repeat<m>], of the run that `folder` lies in, or of a foreign model."""
+    from ccq.train.config import read
+
+    name, _, lam = name.partition(", lam ")
+    run = next((part for part in (folder.parents if folder else ()) if (part / "config.json").exists()), None)
+    words = re.fullmatch(rf"(.+)[-_]({'|'.join(SIZES)})(?:[-_]seed(\d+))?(?:[-_]repeat(\d*))?", name)
+    if name in shipped.names():
+        made = Identity(**json.loads((shipped.root() / name / "config.json").read_text())["identity"])
+    elif words:
+        seed = None if words[3] is None else int(words[3])
+        made = Identity(words[1].replace("_", "-"), "", words[2], seed, 0 if words[4] is None else int(words[4] or 1))
+    else:
+        made = read(run / "config.json").identity if run else Identity(name)
+    return asdict(made.varied({"": "", "off": OFF, "none": UNCHANGED}[lam]))
+
+
+def named(name: str) -> dict:
+    """What an analysis says of its model."""
+    return {"identity": identity(name), "model": {"name": name}}
 
 
 def evaluation(
@@ -58,7 +84,9 @@ def evaluation(
     content = {
         "suite": suite, "finished": True, "limit": None, "quick_look": False, "scores": scores,
         "samples": {"hash": f"hash of {suite}", "count": len(rows), "requests": len(rows)}, "settings": {}, "notes": [],
-        "model": {"name": name, "hash": "0" * 64, "dtype": "bfloat16"}, "tokenizer": {"hash": None}, "seconds": 1.0,
+        "identity": identity(name, folder),
+        "model": {"name": name, "hash": "0" * 64, "dtype": "bfloat16", "lam": "off" if "lam off" in name else None},
+        "tokenizer": {"hash": None}, "seconds": 1.0,
         **origin(),
     }  # fmt: skip
     content |= changes
@@ -98,10 +126,11 @@ def quality_of(system: str, seed: int) -> float:
 def training_run(folder: Path, recipe_name: str, seed: int, logged: int, steps: int = 600) -> None:
     """The folder of a run that got as far as `logged`."""
     from ccq.recipes import recipe
-    from ccq.train.config import to_json
+    from ccq.train.config import identified, to_json
 
     config = recipe(recipe_name)
     config.seed, config.steps = seed, steps
+    config = identified(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(to_json(config))
     (folder / "data.json").write_text(json.dumps({"path": None, "valid_path": None}))
@@ -115,13 +144,17 @@ def training_run(folder: Path, recipe_name: str, seed: int, logged: int, steps: 
                 file.write(json.dumps({"step": step, "valid_loss": 1.0, "valid_accuracy": step / steps}) + "\n")
 
 
-def text_run(folder: Path, recipe_name: str, seed: int, perplexity: float, lr: float = 2e-3, steps: int = 600) -> None:
-    """The folder of a finished run on text."""
+def text_run(
+    folder: Path, recipe_name: str, seed: int, perplexity: float, lr: float = 2e-3, steps: int = 600, **told
+) -> None:
+    """The folder of a finished run on text; `told` is of its identity."""
     from ccq.recipes import recipe
-    from ccq.train.config import to_json
+    from ccq.train.config import identified, to_json
 
     config = recipe(recipe_name)
     config.seed, config.steps, config.optimizer.lr = seed, steps, lr
+    config.identity = replace(config.identity, **told)
+    config = identified(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(to_json(config))
     (folder / "provenance.json").write_text(json.dumps([{"step": 0, **origin(), "command": "ccq train"}]))
@@ -147,7 +180,8 @@ def alignment(path: Path, name: str, untrained: bool = False) -> dict:
             k = torch.randn(60, 2, 32, generator=rng, dtype=torch.float64)
             k[:40, :, :4] *= 4
             point.add(layer, unit(k), SimpleNamespace(groups=groups))
-    content = {"kind": "alignment", "model": {"name": name, "class": "LlamaForCausalLM", "parameters": 1000},
+    content = {"kind": "alignment", "identity": identity(name, path),
+               "model": {"name": name, "class": "LlamaForCausalLM", "parameters": 1000},
                "points": {"projection": {"what": "at the projection", **summary(point)}}, "prompts": [{}] * 3,
                "settings": {"untrained": untrained}, "provenance": origin()}  # fmt: skip
     write_json(path, content)
@@ -160,7 +194,8 @@ def margin(path: Path) -> dict:
     for name, shift in (("without", 0.0), ("with", 0.1)):
         table |= {f"{name} mean": [[0.1 + shift, 0.2], [0.3, 0.4]], f"{name} best": [[-0.5 + shift, 0.1], [0.1, 0.1]],
                   f"{name} rank": [[9.0 - 50 * shift, 2.0], [1.0, 1.0]]}  # fmt: skip
-    content = {"kind": "margin", "model": {"name": "ccq-gla-nano-seed0"}, "lam": None, "layers": [0, 1], "prompts": 3,
+    content = {"kind": "margin", "identity": identity("ccq-gla-nano-seed0"),
+               "model": {"name": "ccq-gla-nano-seed0"}, "lam": None, "layers": [0, 1], "prompts": 3,
                "own_lam": True, "cells": 4, "wider_cells": 1, "wider_cells_best": 1, "table": table,
                "provenance": origin()}  # fmt: skip
     write_json(path, content)
@@ -177,7 +212,8 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
     import dataclasses
 
     from ccq.recipes import recipe
-    from ccq.train.sweep import test_scores
+    from ccq.train.config import identified
+    from ccq.train.recall_result import test_scores
 
     config = recipe(f"{row}_{size}")
     rng = np.random.default_rng([seed, repeat, len(row)])
@@ -187,7 +223,8 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
     gate = {"step": ends, "lam": [[0.01 * (n + 1), 0.02 * (n + 1)] for n in range(4)],
             "of_decay_alone": [0.01, 0.012, 0.015, 0.02]} if config.model.clean else None  # fmt: skip
     return {
-        "name": f"{row}-{size}-lr{lr:.2e}-seed{seed}-steps{steps}-r{repeat}", "row": row, "system": row, "size": size,
+        "name": f"{row}-{size}-lr{lr:.2e}-seed{seed}-steps{steps}-r{repeat}", "row": row, "size": size,
+        "identity": asdict(replace(identified(config).identity, repeat=repeat)),
         "lr": lr, "seed": seed, "repeat": repeat, "steps": steps, "tokens": 256 * 128 * steps, "skipped": 0,
         "parameters": {"body": 100_000, "embeddings": 1_048_576}, "state_bytes": 8192 + 4096 * bool(gate),
         "covariance_bytes": 4096 * bool(gate), "model": dataclasses.asdict(config.model),
@@ -213,7 +250,8 @@ def make_everything(root: Path) -> None:
     training_run(root / "runs" / "ccq_gla_tiny", "ccq_gla_tiny", 0, 600)
     alignment(root / "analysis" / "alignment_smollm.json", "SmolLM2-135M")
     write_json(root / "analysis" / "gate_x.json", {
-        "kind": "gate", "model": {"name": "ccq-gla-nano-seed0"}, "layers": [0, 1],
+        "kind": "gate", "identity": identity("ccq-gla-nano-seed0"),
+        "model": {"name": "ccq-gla-nano-seed0"}, "layers": [0, 1],
         "lam": {place: [[0.1, 0.2], [0.3, value]] for place, value in
                 (("text", 0.2), ("filler", 0.2), ("needle", 0.3), ("question", 0.3), ("retrieval", 0.6))},
         "provenance": origin(),
@@ -221,12 +259,13 @@ def make_everything(root: Path) -> None:
     rows = [{"intervention": name, "suites": {"niah": {"niah_single_1/4096": value, "niah_single_1/8192": value}}}
             for name, value in (("none", 50.0), ("off", 47.0))]  # fmt: skip
     write_json(root / "analysis" / "intervene.json",
-               {"kind": "intervene", "model": {"name": "ccq-gated-deltanet-nano"}, "rows": rows,
+               {"kind": "intervene", "identity": identity("ccq-gated-deltanet-nano"),
+                "model": {"name": "ccq-gated-deltanet-nano"}, "rows": rows,
                 "provenance": origin()})  # fmt: skip
     trained = []
-    for system in ("gla", "gla_unit", "ccq_gla", "gated_deltanet", "ccq_gated_deltanet", "transformer"):
+    for system in ("gla", "gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet", "transformer"):
         for length in (2048, 4096, 8192):
-            rate = {"gla": 48e3, "gla_unit": 48e3, "ccq_gla": 46e3}.get(system, 45e3)
+            rate = {"gla": 48e3, "gla-unit": 48e3, "ccq-gla": 46e3}.get(system, 45e3)
             trained.append({"system": system, "size": "1.3b", "length": length, "tokens": 32768, "dtype": "bf16",
                             "step_ms": {"median": 1.0, "low": 1.0, "high": 1.0}, "tokens_per_second": rate,
                             "peak_gib": 60.0, "mfu": 0.4, "paper": None})  # fmt: skip
@@ -238,7 +277,7 @@ def make_everything(root: Path) -> None:
     for seed in (0, 1, 2):
         text_run(root / "runs" / f"gla_unit_pico_seed{seed}", "gla_unit_pico", seed, 30.0 + seed)
         text_run(root / "runs" / f"ccq_gla_pico_seed{seed}", "ccq_gla_pico", seed, 29.0 + 1.1 * seed)
-    text_run(root / "runs" / "ccq_gla_pico_seed0_repeat1", "ccq_gla_pico", 0, 29.2)
+    text_run(root / "runs" / "ccq_gla_pico_seed0_repeat1", "ccq_gla_pico", 0, 29.2, repeat=1)
     text_run(root / "runs" / "sweep" / "ccq_gla_pico_seed9", "ccq_gla_pico", 9, 99.0, lr=4e-3, steps=60)
     rates = (1e-3, 3.16e-3, 1e-2)
     first = [recall_run(row, lr, 0, 2000) for row in RECALL for lr in rates]

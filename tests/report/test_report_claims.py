@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from made_results import alignment, evaluation, origin, text_run, training_run
+from made_results import alignment, evaluation, identity, named, origin, text_run, training_run
 
 from ccq.evaluate.compare import paired
 from ccq.report import claims, paper
@@ -107,11 +107,12 @@ def test_lower_is_better_for_perplexity(tmp_path):
 
 
 def test_where_nothing_is_found_the_same_with_a_convolution_is_judged(tmp_path):
-    for more, values in (("", {"gla": 0.0, "ccq-gla": 0.0}), (" convolution of 4", {"gla": 40.0, "ccq-gla": 80.0})):
+    for more, values in (("", {"gla": 0.0, "ccq-gla": 0.0}), ("convolution of 4", {"gla": 40.0, "ccq-gla": 80.0})):
         for system, value in values.items():
             for seed in range(3):
-                name = f"{system}{more}-nano-seed{seed}"
-                evaluation(tmp_path / name, "niah", {GROUP: (value, "mean")}, name)
+                name = f"{system}-nano-seed{seed}"
+                told = identity(name) | {"variant": more}
+                evaluation(tmp_path / f"{name} {more}", "niah", {GROUP: (value, "mean")}, name, identity=told)
         found = judged(tmp_path)[PASSKEY]
         assert found.verdict == (claims.HOLDS if more else claims.UNTESTABLE)
         assert ("at nano with a convolution of 4" in found.ours) == bool(more)
@@ -324,11 +325,11 @@ def test_few_prompts_have_students_interval(tmp_path):
 GATE = "The gate opens further where a needle is retrieved than on ordinary text"
 
 
-def gate(path, seed, retrieval, **settings):
+def gate(path, seed, retrieval, repeat=0, **settings):
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = "ccq-gla-nano" + ("" if seed is None else f"-seed{seed}")
+    name = "ccq-gla-nano" + ("" if seed is None else f"-seed{seed}") + (f"-repeat{repeat}" if repeat else "")
     lam = {place: [[0.2, 0.2]] for place in ("text", "filler", "needle", "question")} | {"retrieval": [retrieval]}
-    path.write_text(json.dumps({"kind": "gate", "model": {"name": name}, "layers": [0], "lam": lam,
+    path.write_text(json.dumps({"kind": "gate", **named(name), "layers": [0], "lam": lam,
                                 "settings": settings, "provenance": origin()}))  # fmt: skip
 
 
@@ -349,7 +350,7 @@ def test_copies_of_a_gate_analysis_are_one_seed(tmp_path):
 def test_a_run_made_again_is_no_further_weight_and_no_further_model(tmp_path):
     """What a claim shows is a mean over seeds, and an alignment is one model's."""
     gate(tmp_path / "seed0" / "gate.json", 0, [0.4, 0.4])
-    gate(tmp_path / "seed0-repeat" / "gate.json", 0, [0.8, 0.8])
+    gate(tmp_path / "seed0 again" / "gate.json", 0, [0.8, 0.8], repeat=1)
     gate(tmp_path / "seed1" / "gate.json", 1, [0.2, 0.2])
     assert "0.400 against 0.200" in judged(tmp_path)[GATE].ours  # (0.6 + 0.2) / 2
     for name in ("gla-unit-nano-seed0", "gla-unit-nano-seed0-repeat"):
@@ -360,7 +361,7 @@ def test_a_run_made_again_is_no_further_weight_and_no_further_model(tmp_path):
 def test_a_model_with_few_seeds_does_not_keep_others_from_a_verdict(tmp_path):
     for seed in range(3):
         gate(tmp_path / f"seed{seed}" / "gate.json", seed, [0.4, 0.4 + 0.01 * seed])
-    content = json.loads((tmp_path / "seed0" / "gate.json").read_text()) | {"model": {"name": "ccq-gla-pico-seed0"}}
+    content = json.loads((tmp_path / "seed0" / "gate.json").read_text()) | named("ccq-gla-pico-seed0")
     (tmp_path / "pico.json").write_text(json.dumps(content))
     told = judged(tmp_path)[GATE]
     assert told.verdict == claims.HOLDS
@@ -399,7 +400,7 @@ def test_switching_off_is_judged_over_seeds_at_the_papers_lengths(tmp_path, none
     for seed in range(seeds):
         rows = [{"intervention": name, "suites": {"niah": {f"niah_single_1/{n}": x for n, x in scores.items()}}}
                 for name, scores in (("none", none), ("off", off))]  # fmt: skip
-        content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
+        content = {"kind": "intervene", **named(f"ccq-gla-nano-seed{seed}"), "rows": rows}
         (tmp_path / f"{seed}.json").write_text(json.dumps({**content, "provenance": origin()}))
     assert judged(tmp_path)[SWITCHED].verdict == verdict
 
@@ -409,7 +410,7 @@ def test_a_seed_that_finds_nothing_misses_nothing(tmp_path):
     for seed in range(3):
         scores = {"niah_single_1/4096": 90.0, "niah_single_1/102400": 1.0 if seed == 0 else 0.0}
         rows = [{"intervention": name, "suites": {"niah": scores}} for name in ("none", "off")]
-        content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
+        content = {"kind": "intervene", **named(f"ccq-gla-nano-seed{seed}"), "rows": rows}
         (tmp_path / f"{seed}.json").write_text(json.dumps({**content, "provenance": origin()}))
     told = judged(tmp_path)[SWITCHED]
     assert told.verdict == claims.HOLDS
@@ -423,7 +424,7 @@ def test_numbers_and_uuids_are_judged_apart_from_the_pass_key(tmp_path):
         for task, off in (("niah_single_1", 50.0), ("niah_single_2", 50.0), ("niah_single_3", 40.0)):
             rows = [{"intervention": name, "suites": {"niah": {f"{task}/{length}": x for length in (4096, 16384)}}}
                     for name, x in (("none", 50.0), ("off", off))]  # fmt: skip
-            content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "rows": rows}
+            content = {"kind": "intervene", **named(f"ccq-gla-nano-seed{seed}"), "rows": rows}
             (tmp_path / f"{seed}-{task}.json").write_text(json.dumps({**content, "provenance": origin()}))
     found = judged(tmp_path)
     assert found[SWITCHED].verdict == claims.HOLDS
@@ -438,6 +439,6 @@ def test_switching_off_shows_the_interval_over_samples_that_lie_beside_it(tmp_pa
     for name, value in (("none", 50.0), ("off", 45.0)):
         evaluation(tmp_path / name, "niah", {GROUP: (value, "mean")}, f"ccq-gla-nano-seed0, lam {name}")
     rows = [{"intervention": name, "suites": {"niah": {GROUP: x}}} for name, x in (("none", 50.0), ("off", 45.0))]
-    content = {"kind": "intervene", "model": {"name": "ccq-gla-nano-seed0"}, "rows": rows, "provenance": origin()}
+    content = {"kind": "intervene", **named("ccq-gla-nano-seed0"), "rows": rows, "provenance": origin()}
     (tmp_path / "intervene.json").write_text(json.dumps(content))
     assert "over samples" in judged(tmp_path)[SWITCHED].ours

@@ -7,7 +7,7 @@ from made_results import BENCHMARKS, alignment, evaluation, origin, suites, text
 
 from ccq.report.collect import collect
 from ccq.report.numbers import Results
-from ccq.report.systems import LABELS, SIZES, System, from_config, from_name
+from ccq.report.systems import System
 
 ONE = {"niah_single_1/1024": (50.0, "mean")}
 
@@ -94,49 +94,39 @@ def test_mixed_commits_versions_samples_and_quick_looks_are_said(tmp_path):
     assert collect([tmp_path / "a"]).notices() == []
 
 
-def test_an_evaluation_takes_system_and_seed_from_its_run(tmp_path):
+def test_a_result_is_of_what_it_says(tmp_path):
     training_run(tmp_path / "first", "ccq_gated_deltanet_uncentred_tiny", 7, 600)
-    evaluation(tmp_path / "first" / "eval", "niah", ONE, "model")  # lies in it
-    evaluation(tmp_path / "elsewhere", "niah", ONE, "first")  # is named after it
-    evaluation(tmp_path / "off", "niah", ONE, "first, lam off")  # with its cleaning off
-    evaluation(tmp_path / "none", "niah", ONE, "first, lam none")  # the same as unchanged
+    told = json.loads((tmp_path / "first" / "config.json").read_text())["identity"]
+    evaluation(tmp_path / "first" / "eval", "niah", ONE, "model")
+    evaluation(tmp_path / "gla-nano-seed3", "niah", ONE, "gla-nano-seed3", identity=told)  # not what its names say
+    evaluation(tmp_path / "first" / "off", "niah", ONE, "model, lam off")
+    evaluation(tmp_path / "first" / "none", "niah", ONE, "model, lam none")  # the same as unchanged
     found = {source.path.parent.name: source for source in collect([tmp_path]).of("eval")}
-    system = System("ccq-gated-deltanet", "uncentred", "tiny")
-    assert {name: (s.system, s.seed) for name, s in found.items()} == {
-        "eval": (system, 7),
-        "elsewhere": (system, 7),
-        "off": (System("ccq-gated-deltanet", "uncentred, lam off at inference", "tiny"), 7),
+    system = System("ccq-gated-deltanet-uncentred", "", "tiny")
+    assert {name: (s.system, s.seed, s.run is not None) for name, s in found.items()} == {
+        "eval": (system, 7, True),
+        "gla-nano-seed3": (system, 7, True),
+        "off": (System("ccq-gated-deltanet-uncentred", "switched off at inference", "tiny"), 7, True),
     }
 
 
-def test_systems_are_those_of_the_package():
-    from ccq.model.config import SIZES as MODEL_SIZES
-    from ccq.model.config import SYSTEMS
-    from ccq.recipes import recipe
-    from ccq.train.config import ModelOptions, preset
-
-    assert set(LABELS) == set(SYSTEMS)
-    assert set(MODEL_SIZES) <= set(SIZES)
-    for name in SYSTEMS:
-        model = {field: getattr(preset(f"{name}-tiny"), field) for field in ModelOptions.__dataclass_fields__}
-        assert from_config({"model": model, "seed": 3}, "run") == (System(name, "", "tiny"), 3)
-        for size in MODEL_SIZES:
-            assert from_name(f"{name}-{size}-seed4") == (System(name, "", size), 4)
-            assert from_name(f"{name}_{size}".replace("-", "_")) == (System(name, "", size), None)
-    for name, variant in (("ccq_gla_no_decay", "bias not decayed"), ("ccq_gated_deltanet_fixed_lam", "lam 0.1"),
-                          ("ccq_gated_deltanet_uncentred", "uncentred")):  # fmt: skip
-        model = recipe(f"{name}_tiny").model
-        config = {"model": {field: getattr(model, field) for field in ModelOptions.__dataclass_fields__}}
-        assert from_config(config, "run")[0].variant == variant
-    for system, size, variant in (("gla", 4, "convolution of 4"), ("gated-deltanet", None, "no convolution")):
-        options = preset(f"{system}-nano", conv_size=size)
-        model = {field: getattr(options, field) for field in ModelOptions.__dataclass_fields__}
-        assert from_config({"model": model}, "run")[0] == System(system, variant, "nano")
+def test_a_result_without_identity_is_shown_under_its_models_name_and_compared_with_nothing(tmp_path):
+    text_run(tmp_path / "gla_nano_seed0", "gla_nano", 0, 30.0)
+    evaluation(tmp_path / "gla_nano_seed0" / "eval", "niah", ONE, "gla-nano-seed0", identity=None)
+    found = collect([tmp_path])
+    assert [source.system for source in found.of("eval")] == [System("gla-nano-seed0")]
+    [said] = [note for note in found.notices() if "without an identity" in note]
+    assert said.endswith("gla_nano_seed0/eval/niah.json.")
 
 
-def test_a_name_keeps_what_it_says_beside_system_and_size():
-    assert from_name("ccq-gla-open-nano-s2") == (System("ccq-gla", "open", "nano"), 2)
-    assert from_name("Qwen3-4B") == (System("Qwen3-4B"), None)
+def test_a_run_of_an_older_version_is_what_its_options_tell(tmp_path):
+    text_run(tmp_path / "run", "ccq_gla_open_pico", 3, 30.0)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    del config["identity"]
+    config["system"] = config.pop("runtime")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    [run] = collect([tmp_path]).of("run")
+    assert (run.system, run.seed) == (System("ccq-gla-open", "", "pico"), 3)
 
 
 @pytest.mark.parametrize("suite", ["lm", "niah", "length", "longbench", "mqar"])
@@ -160,10 +150,12 @@ SHIPPED = System("gla", "convolution of 4", "pico")
 def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
     """The shipped gla-pico has a convolution; a run called gla-pico need not."""
     text_run(tmp_path / "gla-pico", "gla_pico", 0, 30.0)
-    evaluation(tmp_path / "gla-pico" / "eval", "niah", ONE, "gla-pico", model={"name": "gla-pico", "hash": "a" * 64})
+    told = json.loads((tmp_path / "gla-pico" / "config.json").read_text())["identity"]
+    evaluation(tmp_path / "gla-pico" / "eval", "niah", ONE, "gla-pico", identity=told,
+               model={"name": "gla-pico", "hash": "a" * 64})  # fmt: skip
     evaluation(tmp_path / "demo" / "gla-pico", "niah", {"niah_single_1/1024": (90.0, "mean")}, "gla-pico",
                model={"name": "gla-pico", "hash": "b" * 64})  # fmt: skip
-    evaluation(tmp_path / "again", "length", {"code/4096": (9.0, "perplexity")}, "gla-pico",
+    evaluation(tmp_path / "again", "length", {"code/4096": (9.0, "perplexity")}, "gla-pico", identity=told,
                model={"name": "gla-pico", "hash": "a" * 64})  # fmt: skip
     found = collect([tmp_path])
     told = {(s.path.parent.name, s.detail): (s.system, s.seed) for s in found.of("eval")}
@@ -172,15 +164,6 @@ def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
     results = Results(found)
     values = {s: results.estimate(s, "niah:niah_single_1/1024").value for s in results.systems("niah")}
     assert values == {run: 50.0, SHIPPED: 90.0}
-
-
-def test_a_name_is_not_enough_where_the_parameters_are_others(tmp_path):
-    text_run(tmp_path / "gla_pico_seed4", "gla_pico", 4, 30.0)
-    for folder, count in (("same", None), ("other", 1)):
-        model = {"name": "gla_pico_seed4", "hash": folder, "parameters": count}
-        evaluation(tmp_path / folder, "niah", ONE, "gla_pico_seed4", model=model)
-    runs = {source.path.parent.name: source.run is not None for source in collect([tmp_path]).of("eval")}
-    assert runs == {"same": True, "other": False}
 
 
 def test_of_a_seed_only_equal_weights_and_declared_repeats_are_averaged(tmp_path):
@@ -245,32 +228,17 @@ def test_what_needles_rest_on_is_said(tmp_path):
 
     settings = {"settings": {"keys": "odd"}, "notes": ["the largest haystack that fits"]}
     evaluation(tmp_path / "gla-pico", "niah", ONE, "gla-pico", model={"name": "gla-pico", "hash": "a"}, **settings)
-    text_run(tmp_path / "gla_nano_seed0", "gla_nano", 0, 30.0)
-    config = json.loads((tmp_path / "gla_nano_seed0" / "config.json").read_text())
-    config["data"]["path"] = "/somewhere/needles"
-    (tmp_path / "gla_nano_seed0" / "config.json").write_text(json.dumps(config))
-    evaluation(tmp_path / "gla_nano_seed0" / "eval", "niah", ONE, "model", **settings)
+    for name, needles, words in (("needles", 0.11, ""), ("plain", 0.0, "trained on plain text")):
+        text_run(tmp_path / name, "gla_nano", 0, 30.0, needles=needles, variant=words)
+        evaluation(tmp_path / name / "eval", "niah", ONE, "model", **settings)
     found = collect([tmp_path])
     notes = [" ".join(found.notices()), " ".join(tables_of(build(found).parts)["niah"].notes)]
     for said in notes:
         assert "keys and values that needle documents of training never hold (`--keys odd`)" in said
         assert "Needles at pico: 53% of the training tokens are needle documents" in said
-        assert "Needles at nano: the training text is called `needles`" in said
+        assert "Needles at nano: 11% of the training tokens are needle documents" in said
+        assert "Needles at nano, trained on plain text: the training text has no needle documents." in said
     assert "Here: the largest haystack that fits." in notes[1]
-    data = {"path": "f00d", "valid_path": None, "tokens": 200, "needle_tokens": 22}
-    (tmp_path / "gla_nano_seed0" / "data.json").write_text(json.dumps(data))  # as `ccq train` says it now
-    assert "Needles at nano: 11% of the training tokens are needle documents" in " ".join(collect([tmp_path]).notices())
-    for seed, text, needles in ((1, "needles", 22), (0, "plain", 0), (0, "other", 11)):
-        run = tmp_path / text / f"gla_nano_seed{seed}"
-        text_run(run, "gla_nano", seed, 30.0)
-        config["data"]["path"] = f"/somewhere/{text}"
-        (run / "config.json").write_text(json.dumps(config | {"seed": seed}))
-        data = {"path": text, "valid_path": None, "tokens": 200, "needle_tokens": needles}
-        (run / "data.json").write_text(json.dumps(data))
-        evaluation(run / "eval", "niah", ONE, "model", **settings)
-    said = collect([tmp_path]).notices()
-    assert "Needles at nano, text plain: the training text has no needle documents." in said
-    assert any(note.startswith("Needles at nano, text other: 6% of the training tokens") for note in said)
     evaluation(tmp_path / "plain" / "gla-nano-seed1", "niah", ONE, "gla-nano-seed1")
     assert "Needles asked for by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
 

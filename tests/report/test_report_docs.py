@@ -41,9 +41,9 @@ def test_what_the_readme_says_in_words_is_in_the_files():
              if (row["pass"], row["T"]) == ("forward and backward", 4096)}  # fmt: skip
     assert times["gla", "ours"] / times["gla", "unit"] <= 1.10
     assert times["gdn", "ours"] / times["gdn", "fla"] > 1.05
-    from ccq.demo import SYSTEMS
+    from ccq.demo import TRAINED
 
-    assert len(SYSTEMS) == 4
+    assert len(TRAINED) == 4
     assert "`make run` trains four tiny models" in readme
     assert "0.62 of it at key size 256" in readme
     assert "0.62 of it at key\nsize 256" in (ROOT / "docs" / "kernels.md").read_text()

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_results import BENCHMARKS, alignment, evaluation, origin, text_run, training_run
+from made_results import BENCHMARKS, alignment, evaluation, identity, named, origin, text_run, training_run
 
 import ccq.report
 from ccq import cli
@@ -400,7 +400,7 @@ def test_changed_cleaning_stands_under_its_own_scores(tmp_path):
     from ccq.report.docs import tables_of
 
     for seed, suites in enumerate(({"niah": {"a": 1.0, "b": 2.0}}, {"niah": {"b": 3.0}, "length": {"c": 4.0}})):
-        content = {"kind": "intervene", "model": {"name": f"ccq-gla-nano-seed{seed}"}, "provenance": origin(),
+        content = {"kind": "intervene", **named(f"ccq-gla-nano-seed{seed}"), "provenance": origin(),
                    "rows": [{"intervention": "none", "suites": suites}]}  # fmt: skip
         (tmp_path / f"{seed}.json").write_text(json.dumps(content))
     table = tables_of(page.build(collect([tmp_path])).parts)["intervene"]
@@ -429,7 +429,8 @@ def test_what_a_run_was_asked_with_its_cleaning_changed_is_one_row_and_no_model(
         ]
         folder = run / "intervene" / part
         evaluation(folder / "off", "niah", {task: (99.0, "mean")}, "model, lam off")
-        content = {"kind": "intervene", "model": {"name": "model"}, "rows": rows, "provenance": origin()}
+        content = {"kind": "intervene", "identity": identity("model", folder), "model": {"name": "model"}, "rows": rows,
+                   "provenance": origin()}  # fmt: skip
         (folder / "intervene.json").write_text(json.dumps(content))
     tables = tables_of(page.build(collect([tmp_path])).parts)
     shown = [[cell.text for cell in row.cells] for row in tables["intervene"].blocks[0].rows]
@@ -469,11 +470,11 @@ def test_seeds_of_one_row_share_a_panel_of_gates(everything, tmp_path):
         return [panel.title for panel in figures.gates(collect([tmp_path])).panels]
 
     for seed, name in enumerate(("ccq-gla-nano-seed0", "ccq-gla-nano-seed1", "unknown", "unknown")):
-        (tmp_path / f"{seed}.json").write_text(json.dumps(content | {"model": {"name": name}}))
+        (tmp_path / f"{seed}.json").write_text(json.dumps(content | named(name)))
     assert sorted(titles()) == ["CCQ-GLA, nano, 2 seeds", "unknown", "unknown"]
     with (tmp_path / "1.json").open("w") as file:
         lam = {place: [*rows, rows[-1]] for place, rows in content["lam"].items()}
-        deeper = {"layers": [*content["layers"], 99], "lam": lam, "model": {"name": "ccq-gla-nano-seed1"}}
+        deeper = {"layers": [*content["layers"], 99], "lam": lam, **named("ccq-gla-nano-seed1")}
         json.dump(content | deeper, file)
     assert sorted(titles()) == ["CCQ-GLA, nano, seed 0", "CCQ-GLA, nano, seed 1", "unknown", "unknown"]
 
@@ -499,19 +500,19 @@ def test_the_same_results_give_the_same_page(everything, report, tmp_path):
 def test_results_of_the_real_commands_are_read(tmp_path):
     """`ccq train` and `ccq eval` themselves, on a tiny model."""
     from ccq.evaluate import Options, evaluate
-    from ccq.model import CCQConfig, CCQForCausalLM
+    from ccq.train.export import load_weights
 
     run = tmp_path / "ccq_gla_tiny"
-    small = ["--steps", "4", "--system.log-every", "2", "--system.no-tensorboard", "--data.batch", "4",
-             "--system.micro-batch", "4", "--seed", "3"]  # fmt: skip
+    small = ["--steps", "4", "--runtime.log-every", "2", "--runtime.no-tensorboard", "--data.batch", "4",
+             "--runtime.micro-batch", "4", "--seed", "3"]  # fmt: skip
     assert cli.main(["train", "ccq_gla_tiny", "--run-dir", str(run), *small]) == 0
-    model = CCQForCausalLM(CCQConfig.preset("ccq-gla-tiny", vocab_size=8192)).eval()
-    result = evaluate(model, None, "mqar", Options(out=run / "eval", lengths=(64,), limit=2), "model")
+    options = Options(out=run / "eval", slices=((32, 4, 9), (32, 8, 9)), limit=2)
+    result = evaluate(load_weights(run)[0], None, "mqar", options, "model")
     ccq.report.write([tmp_path], tmp_path / "out")
     page = Page((tmp_path / "out" / "index.html").read_text())
     cells = page.block("recall", "Here, tiny")["CCQ-GLA"]
     assert [cell["text"] for cell in cells] == [
-        f"{result['scores'][n]['value']:.2f}" for n in ("64-4", "64-8", "64-16", "average")
+        f"{result['scores'][n]['value']:.2f}" for n in ("32-4", "32-8", "average")
     ]
     assert "seed 3" in cells[0]["hover"]
     assert page.block("configs", "Here")["CCQ-GLA, tiny, seed 3"][2]["small"].startswith("4 of 4 steps")

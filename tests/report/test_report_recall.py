@@ -77,7 +77,7 @@ def verdict_of(folder, system, control):
 
 
 def test_claims_are_judged_on_differences_of_equal_seeds(everything):
-    verdict = verdict_of(everything, "ccq-gla, gate from 0.5", "gla-unit")
+    verdict = verdict_of(everything, "ccq-gla-open", "gla-unit")
     pairs = [
         100 * (recall_run("ccq_gla_open", 3.16e-3, seed, 10_000)["test"]["accuracy"]
                - recall_run("gla_unit", 3.16e-3, seed, 10_000)["test"]["accuracy"])
@@ -90,7 +90,7 @@ def test_claims_are_judged_on_differences_of_equal_seeds(everything):
     assert verdict.verdict == (HOLDS if low > 0 else FAILS if high < 0 else verdict.verdict)
     other = verdict_of(everything, "ccq-gated-deltanet", "gated-deltanet")
     assert other.verdict == FAILS
-    assert verdict_of(everything, "ccq-gla", "gla-unit, equal state").verdict == FEW
+    assert verdict_of(everything, "ccq-gla", "gla-unit-equal-state").verdict == FEW
 
 
 def test_what_was_not_run_is_said(tmp_path):
@@ -131,7 +131,8 @@ def test_what_the_command_writes_is_read(tmp_path, capsys):
            "--set", "data.valid_slices=[[32,4,4],[64,8,4]]", "--set", "dtype=fp32"]  # fmt: skip
     assert cli.main(["sweep", "mqar", *toy, "--out", str(tmp_path)]) == 0
     recall = recall_of(tmp_path)
-    assert [row.system.label for row in recall.rows] == ["GLA", "CCQ-GLA, gate from 0.5"]
+    labels = ["GLA, other recall samples", "CCQ-GLA, gate from 0.5, other recall samples"]  # than the recipe's
+    assert [row.system.label for row in recall.rows] == labels
     for row in recall.rows:
         written = {run.content["lr"]: run.content for runs in row.tried.values() for run in runs}
         best = max(written.values(), key=lambda run: (run["valid"]["accuracy"], -run["lr"]))

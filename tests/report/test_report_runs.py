@@ -1,7 +1,5 @@
 """Runs on text as rows: how each was treated, a sweep's runs kept apart, and the spread of one seed run twice."""
 
-import json
-
 import pytest
 from made_results import text_run
 
@@ -56,19 +54,15 @@ def test_the_table_shows_how_rows_were_treated(found):
 
 @pytest.mark.parametrize(("second", "spread", "says"), [(29.0, "0", "do not differ"), (29.003, "0.003", "not told")])
 def test_a_run_that_came_out_the_same_says_so(tmp_path, second, spread, says):
-    for name, perplexity in (("ccq_gla_pico_seed0", 29.0), ("ccq_gla_pico_seed0_repeat1", second)):
-        text_run(tmp_path / name, "ccq_gla_pico", 0, perplexity)
+    for repeat, perplexity in enumerate((29.0, second)):
+        text_run(tmp_path / str(repeat), "ccq_gla_pico", 0, perplexity, repeat=repeat)
     table = tables_of(page.build(collect([tmp_path])).parts)["repeats"]
     assert [cell.text for cell in table.blocks[0].rows[0].cells] == ["29.00, 29.00", spread]
     assert says in table.notes[0]
 
 
 def test_runs_on_other_text_are_other_rows(tmp_path):
-    for number, data in enumerate(("needles", "needles", "plain")):
-        folder = tmp_path / f"{data}{number}"
-        text_run(folder, "ccq_gla_pico", number, 30.0)
-        config = json.loads((folder / "config.json").read_text())
-        config["data"]["path"] = f"/somewhere/{data}"
-        (folder / "config.json").write_text(json.dumps(config))
+    for number, words in enumerate(("", "", "trained on plain text")):
+        text_run(tmp_path / str(number), "ccq_gla_pico", number, 30.0, variant=words)
     labels = sorted(source.system.label for source in collect([tmp_path]).of("run"))
-    assert labels == ["CCQ-GLA", "CCQ-GLA", "CCQ-GLA, text plain"]
+    assert labels == ["CCQ-GLA", "CCQ-GLA", "CCQ-GLA, trained on plain text"]

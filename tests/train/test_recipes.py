@@ -11,34 +11,27 @@ from train_helpers import small
 
 from ccq import cli
 from ccq.model import CCQConfig
-from ccq.recipes import PAPER, RECIPES, SIZES, SYSTEMS, recipe
+from ccq.recipes import RECIPES, recipe
+from ccq.systems import SIZES, SYSTEMS, Identity, recipe_name
 from ccq.train import RunError, command, plan
 from ccq.train import config as configs
 from ccq.train.config import model_config
 
-PRESETS = {
-    "transformer": "transformer",
-    "mamba2": "mamba2",
-    "gla": "gla",
-    "gla_hedgehog": "gla-hedgehog",
-    "gated_deltanet": "gated-deltanet",
-    "ccq_gla": "ccq-gla",
-    "ccq_gated_deltanet": "ccq-gated-deltanet",
-    "gla_unit": "gla-unit",
-}
+PAPER = [system.name for system in SYSTEMS.values() if system.paper]
 
 
-@pytest.mark.parametrize("system", PRESETS)
-@pytest.mark.parametrize("size", ["500m", "1.3b", "nano", "pico", "tiny"])
-def test_a_recipe_trains_the_preset_of_its_name(system, size):
-    got = model_config(recipe(f"{system}_{size}").model).to_dict()
-    assert got == CCQConfig.preset(f"{PRESETS[system]}-{size}").to_dict()
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_recipe_trains_the_preset_of_its_name(system):
+    for size in SIZES:
+        config = recipe(recipe_name(system, size))
+        assert model_config(config.model).to_dict() == CCQConfig.preset(f"{system}-{size}").to_dict()
+        assert config.identity == Identity(system, size=size, recipe=recipe_name(system, size))
 
 
 @pytest.mark.parametrize(("size", "tokens", "budget"), [("500m", 262_144, 15e9), ("1.3b", 524_288, 40e9)])
-@pytest.mark.parametrize("make", PAPER, ids=lambda make: make.__name__)
-def test_hyperparameters_are_the_papers(make, size, tokens, budget):
-    config = make(size)
+@pytest.mark.parametrize("system", PAPER)
+def test_hyperparameters_are_the_papers(system, size, tokens, budget):
+    config = recipe(recipe_name(system, size))
     assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.schedule) == (1e-3, 1024, "cosine")
     assert (config.optimizer.betas, config.optimizer.weight_decay) == ((0.9, 0.95), 0.1)
     assert (config.dtype, config.data.length, config.model.vocab_size) == ("bf16", 4096, 32_000)
@@ -49,19 +42,19 @@ def test_hyperparameters_are_the_papers(make, size, tokens, budget):
 
 
 def test_seven_systems_and_their_controls():
-    assert len(PAPER) == 7
+    assert len(PAPER) == 7 + 2  # and its two ablations
     assert len(RECIPES) == len(SYSTEMS) * len(SIZES)
     ccq, control = recipe("ccq_gla_500m"), recipe("gla_unit_500m")
     control.model.clean, control.model.unit_qk = True, False
-    assert configs.flat(ccq) == configs.flat(control)  # they differ in nothing else
+    assert configs.differences(ccq, control) == []  # they differ in nothing but their names
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_can_be_made_and_saved(name, tmp_path):
-    config = recipe(name)
-    (tmp_path / "config.json").write_text(configs.to_json(config))
-    assert configs.read(tmp_path / "config.json") == config
-    assert configs.differences(configs.read(tmp_path / "config.json"), config) == []
+def test_every_recipe_can_be_made_and_saved(tmp_path):
+    for name in RECIPES:
+        config = recipe(name)
+        (tmp_path / "config.json").write_text(configs.to_json(config))
+        assert configs.read(tmp_path / "config.json") == config
+        assert configs.differences(configs.read(tmp_path / "config.json"), config) == []
 
 
 def test_damaged_or_foreign_configs_are_refused(tmp_path):
@@ -83,7 +76,7 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
     monkeypatch.setattr("ccq.train.loop.train", lambda config, run: seen.append((config, run)) or 0)
     line = (
         "train ccq-gla-1.3b --run-dir there --steps 7 --seed 3 --optimizer.lr 3e-4 --optimizer.clip None "
-        "--model.no-clean --model.fixed-lam 0.2 --data.path here --data.reset --system.micro-batch 2 --dtype fp32 "
+        "--model.no-clean --model.fixed-lam 0.2 --data.path here --data.reset --runtime.micro-batch 2 --dtype fp32 "
         "--optimizer.betas 0.8 0.9"
     )
     assert cli.main(line.split()) == 0
@@ -92,7 +85,7 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
     expected.steps, expected.seed, expected.dtype = 7, 3, "fp32"
     expected.optimizer.lr, expected.optimizer.clip, expected.optimizer.betas = 3e-4, None, (0.8, 0.9)
     expected.model.clean, expected.model.fixed_lam = False, 0.2
-    expected.data.path, expected.data.reset, expected.system.micro_batch = "here", True, 2
+    expected.data.path, expected.data.reset, expected.runtime.micro_batch = "here", True, 2
     assert config == expected
     assert str(run) == "there"
 
@@ -111,12 +104,17 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
             1,
             "data.valid_slices: expected length, pairs and samples, each",
         ),
-        ("ccq_gla_tiny --system.sample-every -1", 1, "system.sample_every: expected at least 0, got -1"),
-        ("ccq_gla_tiny --system.validate-windows 0", 1, "system.validate_windows: expected at least 1, got 0"),
+        ("ccq_gla_tiny --runtime.sample-every -1", 1, "runtime.sample_every: expected at least 0, got -1"),
+        ("ccq_gla_tiny --runtime.validate-windows 0", 1, "runtime.validate_windows: expected at least 1, got 0"),
         ("ccq_gla_tiny --optimizer.clip 0", 1, "optimizer.clip: expected more than 0, or None for no clipping, got 0"),
         ("ccq_gla_tiny --optimizer.eps 0", 1, "optimizer.eps: expected more than 0, got 0"),
         ("ccq_gla_tiny --optimizer.betas 0.9 1", 1, "optimizer.betas: expected at least 0 and below 1, got (0.9, 1"),
-        ("ccq_gla_tiny --system.device gpu", 1, "system.device: expected cpu, cuda or cuda:N, got 'gpu'"),
+        ("ccq_gla_tiny --runtime.device gpu", 1, "runtime.device: expected cpu, cuda or cuda:N, got 'gpu'"),
+        (
+            "ccq_gla_tiny --system.device cpu",
+            2,
+            "options of how a run runs are called --runtime.device",
+        ),
         ("ccq_gla_tiny --model.key-size 0", 1, "model.key_size: expected at least 1, got 0"),
         ("ccq_gla_tiny --model.mixer glaa", 1, "Did you mean 'gla'?"),
     ],
@@ -184,7 +182,7 @@ def test_memory_of_a_plan_counts_every_byte_of_the_weights(results):
     assert one.weights == 18 * parameters
     eight = plan.plan("gla_500m", config, 8)
     assert 2 * parameters < eight.weights < 5 * parameters
-    config.system.activation_checkpointing = True
+    config.runtime.activation_checkpointing = True
     assert plan.plan("gla_500m", config, 8).activations < 0.2 * eight.activations
 
 

@@ -147,7 +147,7 @@ def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, undisturbed, mon
 
     monkeypatch.setattr(loop.Trainer, "step", step)
     run = config()
-    run.system.workers = 1
+    run.runtime.workers = 1
     assert train(run, tmp_path) == 128 + number
     assert names(tmp_path)[-1] == 8
     assert not multiprocessing.active_children()
@@ -159,7 +159,7 @@ def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, undisturbed, mon
 def test_a_run_that_fails_ends_its_worker(tmp_path, monkeypatch):
     """While its exception is at hand: Python would wait for a process that does not hear a SIGTERM."""
     run = config()
-    run.system.workers = 1
+    run.runtime.workers = 1
 
     def fail(*_):
         assert len(multiprocessing.active_children()) == 1

@@ -12,7 +12,7 @@ from train_helpers import small, start, work_that_errs
 
 from ccq import cli
 from ccq.model import CCQForCausalLM
-from ccq.recipes import SYSTEMS, recipe
+from ccq.recipes import recipe
 from ccq.train import RunError, sweep
 from ccq.train import config as configs
 from ccq.train.config import model_config
@@ -20,6 +20,7 @@ from ccq.train.data import train_source, valid_source
 from ccq.train.loop import Trainer
 from ccq.train.monitor import validate
 from ccq.train.recall import RecallData, RecallRun
+from ccq.train.recall_result import state_bytes
 from ccq.train.world import World
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -91,7 +92,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
 def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
     made = {row: configs.flat(recipe(f"{row}_{size}")) for row in sweep.ROWS}
     width = {"mqar": 128, "mqar64": 64, "mqar256": 256}[size]
-    of_training = {name: value for name, value in made["gla"].items() if not name.startswith("model.")}
+    of_training = {name: value for name, value in made["gla"].items() if not name.startswith(("model.", "identity."))}
     for row, fields in made.items():
         assert {name: fields[name] for name in of_training} == of_training, row  # equal treatment
         assert (fields["model.hidden_size"], fields["model.num_hidden_layers"]) == (width, 2)
@@ -100,7 +101,8 @@ def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
         assert fields["model.tie_word_embeddings"]
 
     def differ(a, b):
-        return {name.removeprefix("model.") for name in made[a] if made[a][name] != made[b][name]}
+        return {name.removeprefix("model.") for name in made["gla"]
+                if made[a][name] != made[b][name] and not name.startswith("identity.")}  # fmt: skip
 
     assert differ("gla", "gla_unit") == {"unit_qk"}
     assert differ("gla", "ccq_gla") == {"clean"}
@@ -114,11 +116,11 @@ def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
     def state(row):
         with torch.device("meta"):
             model = CCQForCausalLM(model_config(recipe(f"{row}_{size}").model))
-        return sum(sweep.state_bytes(layer.mixer) for layer in model.model.blocks())
+        return sum(state_bytes(layer.mixer) for layer in model.model.blocks())
 
     assert state("gla_unit_equal_state") == pytest.approx(state("ccq_gla"), rel=0.03)
     assert state("ccq_gla") > 1.4 * state("gla_unit")
-    assert set(sweep.MAIN) < set(sweep.ROWS) < set(SYSTEMS)
+    assert set(sweep.MAIN) < set(sweep.ROWS) < set(sweep.KNOWN)
     assert pytest.approx([1e-3, 10**-2.5, 1e-2, 10**-1.5], rel=1e-3) == list(sweep.RATES)
 
 
@@ -212,6 +214,9 @@ def test_both_tiers_and_what_their_files_say(tmp_path, capsys):
             assert sum(r * n for r, n in row["histogram"]) == row["right"]
         assert run["curve"]["valid_step"] == [0, 1, 2, 3, 4]
         assert run["parameters"]["embeddings"] == 64 * 16
+        told = {"system": run["row"].replace("_", "-"), "size": "width 16", "seed": 0, "repeat": run["repeat"]}
+        assert run["identity"] | told == run["identity"]
+        assert run["identity"]["tokens"] == 4 * 8  # samples
     changes = (("data.batch", 8), ("data.slices", ((16, 2, 64), (24, 3, 64))), ("model.vocab_size", 64))
     source = train_source(sweep.Spec("gla", "mqar", 1e-3, 0, 4, changes=changes).config())
     assert plain["tokens"] == sum(source.batch(step).input_ids.numel() for step in range(4))

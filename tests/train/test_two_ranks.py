@@ -262,5 +262,5 @@ def test_ranks_must_divide_the_batch():
     assert accumulation(small(batch=2, micro_batch=8), 2) == 1
     with pytest.raises(RunError, match=r"data.batch: 6 sequences cannot be shared by 4 ranks"):
         accumulation(config, 4)
-    with pytest.raises(RunError, match=r"system.micro_batch: expected a divisor of the 6 sequences"):
+    with pytest.raises(RunError, match=r"runtime.micro_batch: expected a divisor of the 6 sequences"):
         accumulation(small(batch=6, micro_batch=4), 1)

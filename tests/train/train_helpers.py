@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ccq.data import shards
-from ccq.train.config import Config, Data, Optimizer, System, preset
+from ccq.train.config import Config, Data, Optimizer, Runtime, preset
 
 SYSTEMS = ("transformer", "mamba2", "gla", "gla-hedgehog", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
 EOS = 0
@@ -21,8 +21,8 @@ SLICES = ((16, 2, 300), (24, 3, 300))
 
 
 def small(system="ccq-gla", *, steps=20, dtype="fp64", seed=0, path=None, **changes) -> Config:
-    """A run of milliseconds a step; `changes` are fields of Data, Optimizer, System, or of the model."""
-    kinds = {Data: {}, Optimizer: {}, System: {}}
+    """A run of milliseconds a step; `changes` are fields of Data, Optimizer, Runtime, or of the model."""
+    kinds = {Data: {}, Optimizer: {}, Runtime: {}}
     model = {}
     for name, value in changes.items():
         kind = next((k for k in kinds if name in k.__dataclass_fields__), None)
@@ -31,7 +31,7 @@ def small(system="ccq-gla", *, steps=20, dtype="fp64", seed=0, path=None, **chan
     defaults = {
         Data: {**data, "length": 16, "batch": 8, "slices": SLICES},
         Optimizer: {"lr": 1e-3, "warmup": 0, "schedule": "constant"},
-        System: {"micro_batch": 8, "checkpoint_every": 5, "log_every": 5, "tensorboard": False, "device": "cpu"},
+        Runtime: {"micro_batch": 8, "checkpoint_every": 5, "log_every": 5, "tensorboard": False, "device": "cpu"},
     }
     parts = {kind: kind(**{**defaults[kind], **kinds[kind]}) for kind in kinds}
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "key_size": 8,
@@ -40,7 +40,7 @@ def small(system="ccq-gla", *, steps=20, dtype="fp64", seed=0, path=None, **chan
         del shape["intermediate_size"]
     return Config(
         preset(f"{system}-tiny", **{**shape, **model}),
-        parts[Data], parts[Optimizer], parts[System], steps=steps, seed=seed, dtype=dtype,
+        parts[Data], parts[Optimizer], parts[Runtime], steps=steps, seed=seed, dtype=dtype,
     )  # fmt: skip
 
 

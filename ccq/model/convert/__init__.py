@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleane
 from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
 from ccq.ops.dispatch import nearest
+from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
 
@@ -184,6 +185,9 @@ def convert(
         tensors = arrange(read(source), config, FAMILIES[model_type] if model_type else None, to)
         if clean:
             tensors = with_gates(tensors, result)
+    if to == "ccq":  # the weights are not those of a run of this name and these options
+        identity = Identity(**(config.identity or {"system": target.name}))
+        result.identity = asdict(identity.varied("cleaning added") if clean else identity)
     if result.dtype is None:
         result.dtype = next(iter(tensors.values())).dtype  # of the embedding
 
