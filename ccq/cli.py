@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import ccq
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {

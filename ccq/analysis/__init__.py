@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 # name: (module of this package, what it is)
 KINDS = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 KINDS = {
     "op": "the cleaning alone, against the same composed from fla's ops and against the floor",

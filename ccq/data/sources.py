@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ccq.data import DataError, zst
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson", ".json"), (".parquet",)
 PACKED = ("", ".gz", ".zst")

@@ -28,7 +28,7 @@ from ccq.evaluate.results import (
     write_json,
     write_rows,
 )
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.provenance import provenance
 from ccq.shipped import ModelError, locate, names
 

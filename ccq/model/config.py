@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ccq.mixers import MIXERS
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 CHOICES = {
     "feature_map": ("identity", "hedgehog"),

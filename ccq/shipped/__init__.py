@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 HERE = Path(__file__).parent
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ccq.data import DataError
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.train import RunError
 from ccq.train.config import Config
 

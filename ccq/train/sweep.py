@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.train import RunError
 
 MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")

@@ -29,7 +29,7 @@ from ccq.model.config import CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
 from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 GATE_INIT = 0.01  # where the paper starts its gates
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ccq.model.config import CCQConfig
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 
 def lines(items: Sequence[str]) -> str:
