@@ -91,6 +91,21 @@ def cpu_bf16_kills() -> bool:
     return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode < 0
 
 
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(name: str) -> None:
+    """ValueError where `name` is no device, or one that torch does not see."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"--device: {name!r} was asked for, and torch sees {count} GPUs (`ccq doctor` says why)")
+
+
 def check_cpu_bf16(device: str, dtype: str) -> None:
     """ValueError where a model in `dtype` would kill the process."""
     asked = device == "cpu" and dtype in ("bf16", "bfloat16") and torch.backends.mkldnn.enabled

@@ -74,7 +74,7 @@ class ParsedError(Exception):
 
 def check(words, monkeypatch):
     """Raise SystemExit where `ccq` would not take the words."""
-    from ccq.evaluate import SUITES
+    from ccq.evaluate import suites
     from ccq.train import command
 
     whole = argparse.ArgumentParser.parse_args
@@ -83,7 +83,7 @@ def check(words, monkeypatch):
     def parse_args(self, args=None, namespace=None):
         found = whole(self, args, namespace)
         if args is not None and len(args) >= len(words) - 2 and list(args) != words[:1]:
-            assert set((getattr(found, "suite", None) or "lm").split(",")) <= SUITES.keys(), words
+            assert set((getattr(found, "suite", None) or "lm").split(",")) <= suites().keys(), words
             raise ParsedError
         return found
 

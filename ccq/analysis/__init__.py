@@ -32,9 +32,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"unknown kind {kind!r}.{nearest(kind, tuple(KINDS))} They are: {', '.join(KINDS)}.")
     from ccq.analysis.errors import AnalysisError
     from ccq.evaluate.errors import EvaluationError
+    from ccq.shipped import ModelError
 
     try:
         return importlib.import_module(f"ccq.analysis.{KINDS[kind][0]}").main(argv[1:])
-    except (AnalysisError, EvaluationError) as error:
+    except (AnalysisError, EvaluationError, ModelError) as error:
         print(f"ccq analyze {kind}: {error}", file=sys.stderr)
         return 1

@@ -29,6 +29,7 @@ from ccq.analysis.command import add_model_arguments, add_prompt_arguments, desc
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
+from ccq.files import read_text, stored
 
 PLACES = ("text", "filler", "needle", "question", "retrieval")
 
@@ -105,10 +106,10 @@ def course(run_folder: Path) -> dict:
     comes from the run's config.
     """
     path = run_folder / "log.jsonl" if run_folder.is_dir() else run_folder
-    if not path.exists():
+    if stored(path) is None:
         raise AnalysisError(f"{path} is not there: expected the folder of a run of `ccq train`, or its log")
     steps, lam, alone = [], [], []
-    for line in path.read_text().splitlines():
+    for line in read_text(path).splitlines():
         try:
             row = json.loads(line)
         except ValueError:

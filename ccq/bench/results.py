@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from ccq.files import write_json
 from ccq.provenance import provenance
 
 __all__ = ["RESULTS", "provenance", "write"]
@@ -13,6 +13,5 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def write(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content)
     print(f"Wrote {path}")

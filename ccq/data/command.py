@@ -89,8 +89,8 @@ def size(text: str) -> int:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
-    from ccq.data.shards import whole_folder
     from ccq.data.tokenizer import train_tokenizer, vocabulary
+    from ccq.files import whole_folder
 
     inputs = inputs_of(options)
     with whole_folder(options.out, last="tokenizer.json") as out:

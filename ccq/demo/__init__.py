@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ccq.doctor import best_device
+from ccq.files import write_json
+
 SYSTEMS = {  # recipe without its size: what the table calls it
     "gla": "GLA",
     "gla_unit": "Unit-norm GLA (control)",
@@ -80,10 +83,8 @@ class Record:
         return cls(path)
 
     def note(self, step: Step, finished: bool) -> None:
-        from ccq.data.shards import write_atomically
-
         self.steps[step.folder] = {"decides": step.decides, "finished": finished}
-        write_atomically(self.path, (json.dumps({"steps": self.steps}, indent=1) + "\n").encode())
+        write_json(self.path, {"steps": self.steps})
 
     def finished(self, step: Step) -> bool:
         told = self.steps.get(step.folder, {})
@@ -165,12 +166,6 @@ def plan(settings: Settings) -> list[Step]:
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def best_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def three_regimes(out: Path, seed: int) -> None:
     from ccq.demo import regimes
 
@@ -218,9 +213,9 @@ def try_model(settings: Settings, name: str, device: str) -> None:
     """A shipped model on needles and on the book, in OUT/<name>."""
     import ccq
     from ccq import shipped
-    from ccq.evaluate import DTYPES, Options, evaluate
+    from ccq.evaluate import Options, evaluate
 
-    dtype = DTYPES["bfloat16" if device.startswith("cuda") else "float32"]
+    dtype = "bfloat16" if device.startswith("cuda") else "float32"
     with quietly(settings):
         model, tokenizer = ccq.load(str(shipped.root() / name), device=device, dtype=dtype)
         needles = Options(
@@ -479,7 +474,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is drawn and trained (%(default)s)")
     parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
     options = parser.parse_args(argv)
-    from ccq.evaluate import check_device
+    from ccq.doctor import check_device
     from ccq.evaluate.errors import EvaluationError
     from ccq.train import RunError
 
@@ -490,6 +485,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Stopped) as stopped:
         print("\nStopped. The same command goes on from here.", file=sys.stderr)
         return getattr(stopped, "code", 130)
-    except (RunError, EvaluationError, OSError) as error:
+    except (RunError, EvaluationError, OSError, ValueError) as error:
         print(f"ccq demo: {error}", file=sys.stderr)
         return 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -15,22 +14,19 @@ import numpy as np
 
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.results import write_json
 from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, is_proportion, redrawn, resampled, student, value, values
+from ccq.files import read_json, stored, write_json
 
 
 def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
     """{suite: (result, {group: sample rows})} of a folder that `ccq eval` wrote."""
     found = {}
     for path in sorted(run.glob("*.json")):
-        try:
-            result = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise EvaluationError(f"{path} is damaged ({error}): expected a result of `ccq eval`") from error
+        result = read_json(path, EvaluationError, "a result of `ccq eval`")
         if not isinstance(result, dict) or not {"suite", "scores", "samples"} <= result.keys():
             continue
         lines = path.with_suffix(".jsonl")
-        if not lines.exists():
+        if stored(lines) is None:
             raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
         groups: dict[str, list[dict]] = {}
         rows = sources.rows(lines, ["id", "group", "score"])

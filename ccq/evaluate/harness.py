@@ -6,7 +6,6 @@ With `--data DIR` a task's definition is the harness's own; only where its docum
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -18,6 +17,7 @@ from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, Request, RequestSet
 from ccq.evaluate.statistics import average, summary
+from ccq.evaluate.suite import Option, Suite, max_lengths_option
 
 # name: (the harness's file, split, data file, its fields, {group: (metric, aggregate)})
 TASKS: dict[str, tuple[str, str, str, list[str], dict[str, tuple[str, str]]]] = {
@@ -270,7 +270,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
                 f"--{option}: expected {', '.join(map(str, made))}, which the request file was made with, got "
                 f"{', '.join(map(str, given))}. Make it again with --stage requests"
             )
-    options = dataclasses.replace(options, limit=asked.settings["limit"])
+    options = options.but(limit=asked.settings["limit"])
     known = {asked.key(request): answer for request, answer in zip(asked.requests, answers, strict=True)}
 
     def look_up(questions: list[Tokens]) -> list[tuple[float, bool]]:
@@ -315,3 +315,19 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     if set(AVERAGE) <= groups.keys():
         scores["average"] = average({name: groups[name] for name in AVERAGE})
     return rows, scores
+
+
+SUITE = Suite(
+    name="lm",
+    help="lm-evaluation-harness: seven zero-shot tasks, LAMBADA, WikiText",
+    build=build,
+    metrics=metrics,
+    options=(
+        max_lengths_option(MAX_LENGTHS),
+        Option("prefill", "contexts with several continuations", choices=("auto", "plain", "shared"), default="auto"),
+    ),
+    tasks=tuple(TASKS),
+    data=tuple(stem for _, _, stem, _, _ in TASKS.values()),
+    packages=("lm_eval", "datasets"),
+    axis=1,
+)

@@ -21,6 +21,7 @@ from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, Request, RequestSet
 from ccq.evaluate.statistics import LEAST_UNITS, summary
+from ccq.evaluate.suite import Option, Suite, lengths_option, positive
 from ccq.shipped import book
 
 CORPORA = {  # name: file
@@ -175,3 +176,18 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
                 for block, (total, count) in sorted(blocks.items())
             ]
     return rows, scores
+
+
+SUITE = Suite(
+    name="length",
+    help="perplexity past the training length, on long documents",
+    build=build,
+    metrics=metrics,
+    options=(
+        lengths_option(f"{LENGTHS[0]} to {LENGTHS[-1]}"),
+        Option("tokens", "of each corpus at most so many, from its start", positive),
+    ),
+    tasks=KNOWN,
+    data=tuple(CORPORA.values()),
+    axis=3,
+)

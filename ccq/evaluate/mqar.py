@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
 from ccq.evaluate.statistics import average, summary
+from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 
 VOCABULARY = 8192  # zoology's
+
+
+def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
+    """
+    >>> recall_slices("64x4x1000,128x8x500")
+    ((64, 4, 1000), (128, 8, 500))
+    """
+    try:
+        slices = tuple(tuple(int(number) for number in part.split("x")) for part in text.split(","))
+    except ValueError:
+        slices = ()
+    if not slices or any(len(part) != 3 or min(part) < 1 for part in slices):
+        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES with commas between, got {text!r}")
+    return slices
 
 
 def build(options, tokenizer) -> RequestSet:
@@ -52,3 +69,18 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     if len(groups) > 1:
         scores["average"] = average(groups)
     return rows, scores
+
+
+SUITE = Suite(
+    name="mqar",
+    help="multi-query associative recall, zoology's test slices",
+    build=build,
+    metrics=metrics,
+    options=(
+        lengths_option("all"),
+        Option("slices", "instead of zoology's, such as 32x4x256: tokens, pairs, samples", recall_slices),
+        Option("recall_vocab_size", f"tokens that samples are made of (default: {VOCABULARY})", positive),
+        SEED,
+    ),
+    text=False,
+)

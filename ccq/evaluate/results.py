@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from ccq.data.shards import write_atomically
 from ccq.evaluate.errors import EvaluationError
+from ccq.files import whole_file
 
 
 def model_hash(model: torch.nn.Module) -> str:
@@ -58,19 +58,10 @@ def tokenizer_hash(tokenizer) -> str | None:
     return hashlib.sha256(f"{rules}\n{special}\n{probe}".encode()).hexdigest()
 
 
-def write_json(path: Path, content: dict) -> None:
-    """All of it or none of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, f"{json.dumps(content, indent=1, allow_nan=True)}\n".encode())
-
-
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
 
 def read_result(out: Path, suite: str) -> dict | None:

@@ -3,13 +3,12 @@ is named, with what it should be."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ccq.data import zst
 from ccq.evaluate.errors import EvaluationError
+from ccq.files import open_text
 
 ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
 
@@ -27,12 +26,6 @@ def find(folder: Path, name: str, fields: Sequence[str]) -> Path:
 
 def exists(folder: Path, name: str) -> bool:
     return any((folder / (name + ending)).is_file() for ending in ENDINGS)
-
-
-def open_text(path: Path) -> io.TextIOBase:
-    if path.suffix != ".zst":
-        return path.open(encoding="utf-8")
-    return io.TextIOWrapper(zst.unpacked(path.open("rb")), encoding="utf-8")
 
 
 def rows(path: Path, fields: Sequence[str]) -> list[dict]:

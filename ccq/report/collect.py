@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ccq import shipped
+from ccq.files import read_text, stored
 from ccq.report.systems import LABELS, System, from_config, from_name, scale_label
 
 # folders that hold no results
@@ -381,7 +382,7 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found.problems.append(f"{folder.name}/data.json is damaged and left out.")
     log = folder / "log.jsonl"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = read_text(log, "replace").splitlines() if stored(log) else []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

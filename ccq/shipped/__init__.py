@@ -98,36 +98,6 @@ def locate(name: str) -> str:
     return name
 
 
-def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any]:
-    """(model in eval mode, tokenizer) of a shipped model, a from_pretrained folder, or a name on the Hub.
-
-    Args:
-        name: such as "ccq-gla-pico"; `ccq.shipped.names()` has all that ship.
-        device: where the model goes.
-        dtype: of the weights, such as torch.bfloat16; by default float32, in which a CPU computes.
-
-    Raises:
-        ccq.shipped.ModelError: there is no such model, or a file of it is damaged.
-    """
-    where = locate(name)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import ccq.model  # noqa: F401 -- registers our models
-
-    what = "tokenizer"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        what = "model"
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32)
-    except (OSError, ValueError, TypeError) as error:
-        line = (str(error).strip() or "?").splitlines()[0]
-        raise ModelError(
-            f"the {what} of {name} could not be loaded: {line} These ship: {', '.join(names()) or 'none'}."
-        ) from error
-    return model.to(device).eval(), tokenizer
-
-
 def book() -> dict[str, Any]:
     """The excerpt: title, author, year, source, licence, and its `stories` as texts, each beginning with its title."""
     told = json.loads((HERE / "book.json").read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ccq.data.mqar import TRAIN
+from ccq.files import read_json
 from ccq.model.config import CCQConfig
 from ccq.train import RunError
 
@@ -187,12 +188,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 def read(path: Path) -> Config:
     """The config that `to_json` wrote; RunError where there is none, or one with other fields."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing: expected the folder of a run of `ccq train`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+    content = read_json(path, RunError, "the folder of a run of `ccq train`")
     parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "system": System}
     try:
         made = {name: kind(**_tuples(content.pop(name))) for name, kind in parts.items()}

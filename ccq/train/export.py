@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ccq.data.shards import whole_folder
+from ccq.files import whole_folder
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import FAILURES, folder_of, newest, problem, reason, steps_in

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ccq.data.shards import write_atomically
+from ccq.files import write_atomically
 from ccq.train import folder
 from ccq.train.config import Config
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from ccq.files import read_json, write_atomically
 from ccq.names import nearest
 from ccq.train import RunError
 
@@ -269,9 +270,6 @@ def first_line(error: BaseException) -> str:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    from ccq.data.shards import write_atomically
-
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(content) + "\n").encode())
 
 
@@ -392,15 +390,14 @@ def chosen_rates(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dict[str, float]:
     """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
+    expected = "what `ccq sweep --tier rows` writes: the rates are chosen there"
+    content = read_json(path, RunError, expected)
     try:
-        content = json.loads(path.read_text())
         unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
         chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
         theirs = content.get("size", size)
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing: `--tier rows` writes it, and the rates are chosen there") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is damaged ({error!r}): expected what `ccq sweep --tier rows` writes") from None
+        raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
     if size not in (None, theirs):
         raise RunError(
             f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}`, or say with "
@@ -452,8 +449,6 @@ def merge(
     }
     head = json.dumps({name: value for name, value in content.items() if name != "runs"}, indent=1)
     lines = ",\n".join(json.dumps(run) for run in runs)  # one line a run: few bytes, and a diff that says which
-    from ccq.data.shards import write_atomically
-
     write_atomically(out / f"mqar_{tier}.json", f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
     return content
 
@@ -521,11 +516,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def sweep(options: argparse.Namespace) -> int:
-    import torch
-
-    from ccq.doctor import check_cpu_bf16
-    from ccq.evaluate import check_device
-    from ccq.evaluate.errors import EvaluationError
+    from ccq.doctor import best_device, check_cpu_bf16, check_device
     from ccq.train import folder
 
     tier, out = options.tier, options.out
@@ -562,10 +553,10 @@ def sweep(options: argparse.Namespace) -> int:
         todo = [group for group in todo if group]
         if todo:
             try:
-                device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+                device = options.device or best_device()
                 check_device(device)
                 check_cpu_bf16(device, todo[0][0].config().dtype)
-            except (EvaluationError, ValueError) as error:
+            except ValueError as error:
                 raise RunError(str(error)) from None
         count, total = sum(map(len, todo)), sum(map(len, groups))
         say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")

@@ -120,7 +120,7 @@ def test_an_unknown_kind_names_the_nearest(capsys):
     ("arguments", "text"),
     [
         (["alignment", "./nowhere"], "is not there"),
-        (["alignment", "./nowhere.gguf"], "expected a file in GGUF"),
+        (["alignment", "./nowhere.gguf"], "a file in GGUF"),
         (["alignment", "./nowhere", "--variants", "1"], "variants: expected 3 to 8"),
         (["gate", "--run", "./nowhere"], "is not there"),
     ],

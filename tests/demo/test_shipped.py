@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 import ccq
 from ccq import shipped
 from ccq.cli import main
-from ccq.evaluate import load
-from ccq.evaluate.errors import EvaluationError
+from ccq.pretrained import load_model
 
 
 def test_load_gives_the_weights_and_the_tokenizer_that_lie_there(ships, no_network):
@@ -53,10 +52,10 @@ def test_a_folder_of_results_does_not_hide_a_model(ships, tmp_path, monkeypatch)
     (tmp_path / "gla-pico").mkdir()
     monkeypatch.chdir(tmp_path)
     assert shipped.locate("gla-pico") == str(ships / "gla-pico")
-    assert load("gla-pico", "cpu", torch.float32, None)[0] is not None
+    assert load_model("gla-pico") is not None
     (tmp_path / "other").mkdir()
-    with pytest.raises(EvaluationError, match="other has no config"):
-        load("other", "cpu", torch.float32, None)
+    with pytest.raises(shipped.ModelError, match="other has no config"):
+        load_model("other")
 
 
 def test_names_are_those_with_a_manifest(ships):
@@ -81,13 +80,13 @@ def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", missing)
     with pytest.raises(
-        shipped.ModelError, match=r"tokenizer of nothing-like-it could not be loaded: .* These ship: cc"
+        shipped.ModelError, match=r"tokenizer of nothing-like-it could not be loaded .* a model that ships \(cc"
     ):
         ccq.load("nothing-like-it")
 
 
 def test_a_folder_that_holds_no_model_is_named(trio, tmp_path):
-    with pytest.raises(shipped.ModelError, match=f"the tokenizer of {tmp_path} could not be loaded"):
+    with pytest.raises(shipped.ModelError, match=f"{tmp_path} has no tokenizer"):
         ccq.load(str(tmp_path))
     folder = tmp_path / "model"
     shutil.copytree(trio / "ccq-gla-pico", folder)

@@ -229,7 +229,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing_first(tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks there, for a minute
     code, error = run("runs/modle", tmp_path, capsys, "--suite", "mqar")
     assert code == 1
-    assert error.startswith("ccq eval: there is no folder runs/modle, and runs/modle could not be loaded")
+    assert error.startswith("ccq eval: there is no folder runs/modle, and the model of runs/modle could not be loaded")
 
 
 def test_a_suite_without_tasks_says_so(folder, tmp_path, capsys):

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ccq.evaluate import harness, longbench
-from ccq.evaluate.results import write_json, write_rows
+from ccq.evaluate.results import write_rows
 from ccq.evaluate.statistics import average, summary
+from ccq.files import write_json
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 SYSTEMS = ("transformer", "gla", "gla-unit", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
