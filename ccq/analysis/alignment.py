@@ -12,7 +12,6 @@ T tokens, Hk key heads, K head size.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,17 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
-from ccq.analysis.command import (
-    add_model_arguments,
-    add_prompt_arguments,
-    describe,
-    draw,
-    load,
-    name_of,
-    progress,
-    slug,
-    write,
-)
+from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
@@ -264,12 +253,8 @@ def rounded(x: Any) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ccq analyze alignment", description=(__doc__ or "").splitlines()[0])
-    add_model_arguments(parser)
-    add_prompt_arguments(parser, variants=4)
+    parser = make_parser("alignment", __doc__, variants=4)
     parser.add_argument("--untrained", action="store_true", help="fresh weights: how much of the gap is no learning")
-    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
-    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder of the JSON (%(default)s)")
     parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
@@ -287,9 +272,9 @@ def main(argv: Sequence[str]) -> int:
         "untrained": arguments.untrained,
     }
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    stem = f"alignment_{slug(name)}"
-    write(arguments.out / f"{stem}.json", result)
-    draw(lambda figures: figures.alignment(result, arguments.figures or arguments.out, stem))
+    finish(
+        result, arguments.out, lambda figures, stem: figures.alignment(result, arguments.figures or arguments.out, stem)
+    )
     show(result)
     return 0
 

@@ -13,11 +13,13 @@ from typing import Any
 from ccq.analysis.errors import AnalysisError
 from ccq.doctor import best_device
 from ccq.files import write_atomically
+from ccq.names import slug
 from ccq.pretrained import DTYPES, NoTokenizerError, load_model, load_tokenizer
 from ccq.provenance import provenance
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+def make_parser(kind: str, about: str | None, variants: int, nargs: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"ccq analyze {kind}", description=(about or "").splitlines()[0])
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -28,11 +30,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, nargs: str | None = Non
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--tokenizer", help="where MODEL has none")
     parser.add_argument("--bos", action="store_true", help="put the token for the beginning of a text first")
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser, variants: int) -> None:
     parser.add_argument("--variants", type=int, default=variants, help="prompts of each of five kinds (%(default)s)")
     parser.add_argument("--sentences", type=int, help="of filler in a prompt; by default all 120")
+    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
+    return parser
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -45,14 +47,16 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return load_model(arguments.model, arguments.device, dtype), tokenizer
 
 
-def draw(make: Callable[[Any], Iterable[Path]]) -> None:
-    """Make figures, of the module ccq.analysis.figures, and say where they are."""
+def finish(result: dict, out: Path, make: Callable[[Any, str], Iterable[Path]]) -> None:
+    """Write the result of a kind, and its figures: `make` gets the module ccq.analysis.figures and how names begin."""
+    stem = f"{result['kind']}_{slug(result['model']['name'])}"
+    write(out / f"{stem}.json", result)
     try:
         from ccq.analysis import figures
     except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
         print(f"{missing.name} is not installed: no figure is drawn")
         return
-    for path in make(figures):
+    for path in make(figures, stem):
         print(f"Wrote {path}")
 
 
@@ -76,14 +80,6 @@ def name_of(model: str) -> str:
     """
     path = Path(model)
     return path.stem if path.suffix == ".gguf" else path.name
-
-
-def slug(name: str) -> str:
-    """
-    >>> slug("SmolLM2-135M Instruct")
-    'smollm2_135m_instruct'
-    """
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def write(path: Path, content: dict) -> None:

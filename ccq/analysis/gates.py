@@ -14,7 +14,6 @@ T tokens, H heads.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import add_model_arguments, add_prompt_arguments, describe, draw, load, name_of, slug, write
+from ccq.analysis.command import describe, finish, load, make_parser, name_of
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
@@ -142,16 +141,13 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ccq analyze gate", description=(__doc__ or "").splitlines()[0])
-    add_model_arguments(parser, nargs="?")
-    add_prompt_arguments(parser, variants=3)
+    parser = make_parser("gate", __doc__, variants=3, nargs="?")
     parser.add_argument("--text", type=Path, help="a file of ordinary text; by default our filler")
     parser.add_argument("--run", type=Path, help="folder of a run of `ccq train`: lam over its steps")
-    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.run is None:
         parser.error("expected a MODEL, or a run with --run, or both")
-    name = name_of(arguments.model or str(arguments.run))
+    name = arguments.name or name_of(arguments.model or str(arguments.run))
     result: dict[str, Any] = {"kind": "gate"}
     if arguments.run is not None:
         result["training"] = course(arguments.run)
@@ -168,9 +164,7 @@ def main(argv: Sequence[str]) -> int:
         }
     else:
         result["model"] = {"name": name}
-    stem = f"gate_{slug(name)}"
-    write(arguments.out / f"{stem}.json", result)
-    draw(lambda figures: figures.gate(result, arguments.out, stem))
+    finish(result, arguments.out, lambda figures, stem: figures.gate(result, arguments.out, stem))
     if "lam" in result:
         for place in PLACES:
             lam = np.array(result["lam"][place])

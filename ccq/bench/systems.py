@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
-from ccq.bench.results import RESULTS
+from ccq.bench.results import make_parser
 
 SYSTEMS = ("gla", "gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
 # the paper's, 1.3B on one H200, batch 8: prefill of 4K in ms, decoding in tokens/s
@@ -19,15 +18,14 @@ PAPER = {
 }
 
 
-def parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
+def parser(kind: str, about: str | None) -> argparse.ArgumentParser:
     """The options that benchmarks of whole models share."""
-    parser = argparse.ArgumentParser(prog=f"ccq bench {prog}", description=(about or "").splitlines()[0])
+    parser = make_parser(kind, about)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--size", default="1.3b")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
     parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
-    parser.add_argument("--out", type=Path, default=RESULTS / out)
     return parser
 
 

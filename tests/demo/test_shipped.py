@@ -197,3 +197,5 @@ def test_the_wheel_holds_what_ships(tmp_path, monkeypatch):
     mine = {name for name in mine if "__pycache__" not in name}
     assert {"ccq/shipped/book.txt", "ccq/shipped/book.json"} <= mine
     assert mine <= set(wheel.namelist())
+    assert "ccq/bench/measured/train_h200.json" in wheel.namelist(), "`ccq plan` reads it"
+    assert sum(item.compress_size for item in wheel.infolist()) < 40e6
