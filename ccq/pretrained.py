@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ccq.shipped import ModelError, locate, names
+from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -57,14 +57,14 @@ def load_tokenizer(name: str) -> Any:
 
     import ccq.model  # noqa: F401
 
-    folder = Path(where)
+    folder = tokenizer_folder(Path(where))
     if folder.is_dir() and not how and not (any(folder.glob("*token*")) or any(folder.glob("vocab*"))):
         raise NoTokenizerError(f"{name} has no tokenizer")
     try:
         if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(where, **how)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **how)
     except Exception as error:
         raise NoTokenizerError(_failure("tokenizer", name, where, error)) from error
     if not tokenizer("a").input_ids:  # transformers makes an empty one for a folder that has none

@@ -95,10 +95,11 @@ def test_a_folder_that_holds_no_model_is_named(trio, tmp_path):
         ccq.load(str(folder))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "../tokenizer/tokenizer.json", "config.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_damage_is_named(trio, tmp_path, monkeypatch, file, damage):
-    shutil.copytree(trio / "ccq-gla-pico", tmp_path / "ccq-gla-pico")
+    for name in ("ccq-gla-pico", shipped.TOKENIZER):
+        shutil.copytree(trio / name, tmp_path / name)
     monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path))
     path = tmp_path / "ccq-gla-pico" / file
     content = bytearray(path.read_bytes())
@@ -127,7 +128,9 @@ def test_seal_lists_every_file_with_its_hash(trio):
     folder = trio / "gla-pico"
     told = json.loads((folder / shipped.MANIFEST).read_text())
     assert told["steps"] == 0
-    assert told["files"].keys() == {path.name for path in folder.iterdir()} - {shipped.MANIFEST}
+    tokenizer = {f"../tokenizer/{path.name}" for path in (trio / "tokenizer").iterdir()}
+    assert "../tokenizer/tokenizer.json" in tokenizer
+    assert told["files"].keys() == tokenizer | {path.name for path in folder.iterdir()} - {shipped.MANIFEST}
     for name, each in told["files"].items():
         content = (folder / name).read_bytes()
         assert (each["bytes"], each["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
@@ -180,9 +183,8 @@ def test_what_ships_in_the_package_is_whole():
     """The models of the repository themselves, where it has them."""
     for path in shipped.HERE.glob(f"*/{shipped.MANIFEST}"):
         shipped.verify(path.parent)
-        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= shipped.manifest(path.parent)[
-            "files"
-        ].keys()
+        files = shipped.manifest(path.parent)["files"]
+        assert {"model.safetensors", "config.json", "../tokenizer/tokenizer.json", "README.md"} <= files.keys()
 
 
 def test_the_wheel_holds_what_ships(tmp_path, monkeypatch):
