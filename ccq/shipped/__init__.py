@@ -83,7 +83,7 @@ def seal(folder: Path, **facts: Any) -> dict[str, Any]:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where the tokenizer of the model in `folder` lies: there; of one that ships (or a copy of it), beside them all."""
+    """Where the tokenizer of the model in `folder` lies: there; of one that ships (or a copy of it), beside all."""
     ships = (folder / MANIFEST).exists() and not (folder / "tokenizer.json").exists()
     return root() / TOKENIZER if ships else folder
 
