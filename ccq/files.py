@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import socket
@@ -38,6 +39,15 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_atomically(path, f"{json.dumps(content, indent=1)}\n".encode())
+
+
+def finite(thing: Any) -> Any:
+    """Infinite and undefined numbers as null: JSON has none."""
+    if isinstance(thing, dict):
+        return {key: finite(x) for key, x in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [finite(x) for x in thing]
+    return None if isinstance(thing, float) and not math.isfinite(thing) else thing
 
 
 @contextmanager

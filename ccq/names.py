@@ -1,4 +1,4 @@
-"""Names: the one that was meant, and one for a file."""
+"""Names, errors and times as people read them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,20 @@ def slug(name: str) -> str:
     'smollm2_135m_instruct'
     """
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, without the pages that may follow."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(75), duration(7300)
+    ('1:15', '2:01:40')
+    """
+    if not seconds < 1e7:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

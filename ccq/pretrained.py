@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ccq.names import first_line
 from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -24,6 +25,7 @@ def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any
 
     Raises:
         ccq.shipped.ModelError: there is no such model, or a file of it is damaged.
+        ccq.doctor.DeviceError: there is no such device, or it cannot compute in this dtype.
     """
     tokenizer = load_tokenizer(name)
     return load_model(name, device, dtype), tokenizer
@@ -39,11 +41,8 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
     import ccq.model  # noqa: F401 -- registers our models
     from ccq.doctor import check_cpu_bf16, check_device
 
-    try:
-        check_device(str(device))
-        check_cpu_bf16(str(device), str(dtype).removeprefix("torch."))
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+    check_device(str(device))
+    check_cpu_bf16(str(device), str(dtype).removeprefix("torch."))
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "float32", **how)
         return model.to(device).eval()
@@ -89,10 +88,9 @@ def _source(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _failure(what: str, name: str, where: str, error: Exception) -> str:
-    line = (str(error).strip() or "?").splitlines()[0][:200]
     missing = "" if Path(where).exists() else f"there is no folder {name}, and "
     return (
-        f"{missing}the {what} of {name} could not be loaded ({type(error).__name__}: {line}): expected a "
+        f"{missing}the {what} of {name} could not be loaded ({type(error).__name__}: {first_line(error)}): expected a "
         f"from_pretrained folder, a model that ships ({', '.join(names()) or 'none does'}), or a name on the Hub and a "
         "network"
     )

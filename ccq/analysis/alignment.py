@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ccq import tables
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
 from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
 from ccq.analysis.errors import AnalysisError
@@ -280,26 +281,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(result: dict) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=f"gap of alignment: {result['model']['name']}", title_justify="left")
-    for heading in ("keys", "top", "tokens", "mean gap", "negative layers", "by thirds of depth"):
-        table.add_column(heading, justify="left" if heading in ("keys", "tokens") else "right", no_wrap=True)
+    rows = []
     for point, content in result["points"].items():
         for part in content["top"].values():
             for group in ("unique", "needle", "novel", "planted", "near", "rare", "novel minus planted"):
                 row = part[group]
-                if row["mean"] is None:
-                    continue
-                table.add_row(
-                    point,
-                    "/".join(map(str, part["directions"])),
-                    group,
-                    f"{row['mean']:+.3f}",
-                    f"{row['negative_layers']} of {len(row['by_layer'])}",
-                    " ".join("     -" if x is None else f"{x:+.3f}" for x in row["thirds"]),
-                )
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(table)
+                if row["mean"] is not None:
+                    thirds = " ".join("     -" if x is None else f"{x:+.3f}" for x in row["thirds"])
+                    layers = f"{row['negative_layers']} of {len(row['by_layer'])}"
+                    top = "/".join(map(str, part["directions"]))
+                    rows.append((point, group, top, f"{row['mean']:+.3f}", layers, thirds))
+    columns = ("keys", "tokens", "top", "mean gap", "negative layers", "by thirds of depth")
+    tables.show(columns, rows, f"gap of alignment: {result['model']['name']}", left=2, width=100)

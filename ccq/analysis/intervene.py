@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ccq import tables
 from ccq.analysis.errors import AnalysisError
 from ccq.mixers import QueryCleaner
 
@@ -142,25 +143,12 @@ def main(argv: Sequence[str]) -> int:
 
 def show(rows: list[dict]) -> None:
     """Scores with each intervention, and what it changes."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("suite", "score", "lam", "value", "change"):
-        table.add_column(heading, justify="left" if heading in ("suite", "score", "lam") else "right", no_wrap=True)
-    base = rows[0]["suites"]
-    for suite, scores in base.items():
+    shown = []
+    for suite, scores in rows[0]["suites"].items():
         for score, value in scores.items():
             for row in rows:
                 got = row["suites"].get(suite, {}).get(score)
-                known = got is not None and value is not None
-                table.add_row(
-                    suite,
-                    score,
-                    row["intervention"],
-                    "-" if got is None else f"{got:.2f}",
-                    f"{got - value:+.2f}" if known and row is not rows[0] else "",
-                )
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+                known = got is not None and value is not None and row is not rows[0]
+                change = f"{got - value:+.2f}" if known else ""
+                shown.append((suite, score, row["intervention"], "-" if got is None else f"{got:.2f}", change))
+    tables.show(("suite", "score", "lam", "value", "change"), shown, left=3)

@@ -29,8 +29,6 @@ from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
 from ccq.ops.reference import unit
 
-MEASURES = ("mean", "best", "rank")
-
 
 def scores(
     q: Float[Tensor, "T H K"], k: Float[Tensor, "T Hk K"], lam: Float[Tensor, " H"], centred: bool = True

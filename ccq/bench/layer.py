@@ -105,19 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
     args = parser.parse_args(argv)
     rows = []
-    columns = (
-        "layer",
-        "with",
-        "pass",
-        "tokens",
-        "graph ms",
-        "ratio",
-        "wall ms",
-        "ratio",
-        "peak MiB",
-        "ratio",
-        "paper ms",
-    )
+    columns = ("layer", "with", "pass", "tokens", "graph ms", "ratio", "wall ms", "ratio", "peak MiB", "ratio",
+               "paper ms")  # fmt: skip
     with LiveTable("a layer at the 1.3B shape, batch 1; ratios to the backbone with unit q and k", *columns) as table:
         for backbone in args.backbones.split(","):
             for variant in args.variants.split(","):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from typing import Any
@@ -19,7 +18,7 @@ from ccq.evaluate.results import (
     write_rows,
 )
 from ccq.evaluate.suite import Options, Suite, named, suites
-from ccq.files import write_json
+from ccq.files import finite, write_json
 from ccq.provenance import provenance
 
 __all__ = ["ContextWarning", "EvaluationError", "Options", "Suite", "evaluate", "suites"]
@@ -200,7 +199,7 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         "finished": True,
         "limit": asked.settings["limit"],
         "quick_look": asked.settings["limit"] is not None,
-        "scores": clean(scores),
+        "scores": finite(scores),
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},
         "notes": asked.notes,
@@ -222,15 +221,6 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
     return result
 
 
-def clean(thing):
-    """Infinite and undefined numbers as null: JSON has none."""
-    if isinstance(thing, dict):
-        return {key: clean(x) for key, x in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return [clean(x) for x in thing]
-    return None if isinstance(thing, float) and not math.isfinite(thing) else thing
-
-
 def table(result: dict) -> str:
     """Scores with their intervals, a line each."""
     scores = result["scores"]
@@ -241,20 +231,9 @@ def table(result: dict) -> str:
     ]
     for name, score in scores.items():
         point = "-" if score["value"] is None else f"{score['value']:.2f}"
-        interval = (
-            f"[{score['interval'][0]:.2f}, {score['interval'][1]:.2f}]"
-            if score.get("interval") and None not in score["interval"]
-            else ""
-        )
-        marks = [
-            mark
-            for mark in (
-                f"n={score['n']}",
-                score.get("metric", ""),
-                "few windows or documents" if score.get("few") else "",
-                "see note" if score.get("note") else "",
-            )
-            if mark
-        ]
-        lines.append(f"  {name:<{width}}  {point:>9}  {interval:<20} {', '.join(marks)}")
+        known = score.get("interval") and None not in score["interval"]
+        interval = "[{:.2f}, {:.2f}]".format(*score["interval"]) if known else ""
+        few, note = "few windows or documents" * bool(score.get("few")), "see note" * bool(score.get("note"))
+        marks = ", ".join(filter(None, (f"n={score['n']}", score.get("metric"), few, note)))
+        lines.append(f"  {name:<{width}}  {point:>9}  {interval:<20} {marks}")
     return "\n".join([*lines, *(f"  note: {note}" for note in result["notes"])])

@@ -12,7 +12,7 @@ from typing import Any
 from ccq.doctor import best_device
 from ccq.evaluate import evaluate
 from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.suite import Option, Options, Suite, named, positive, readers, suites
+from ccq.evaluate.suite import COMMON, Option, Options, Suite, named, positive, readers, suites
 from ccq.pretrained import DTYPES, NoTokenizerError, load_model, load_tokenizer
 
 STAGES = ("requests", "score", "metrics")
@@ -75,7 +75,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
         if getattr(arguments, option.name) != option.default and not set(meant) & set(asked):
             parser.error(f"{option.flag}: is for {', '.join(meant)}, and --suite has {', '.join(asked)}")
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
-    names = ("out", "data", "tasks", "limit", "batch_size", "stage", "again", *(option.name for option in readers()))
+    names = {"out", *COMMON, *(option.name for option in readers())}
     return arguments, found, Options(**{name: getattr(arguments, name) for name in names})
 
 
@@ -96,11 +96,7 @@ def load(arguments: argparse.Namespace, asked: Sequence[Suite]) -> tuple[Any, An
 def main(argv: Sequence[str]) -> int:
     """Run the suites that `argv` names; what fails is said, and the others still run."""
     arguments, asked, options = parse(make_parser(), argv)
-    try:
-        model, tokenizer = load(arguments, asked)
-    except (EvaluationError, OSError) as error:
-        print(f"ccq eval: {error}", file=sys.stderr)
-        return 1
+    model, tokenizer = load(arguments, asked)
     failed = False
     name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
     for suite in asked:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
-from ccq.evaluate.statistics import average, summary
+from ccq.evaluate.statistics import average, grouped, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 
 VOCABULARY = 8192  # zoology's
@@ -64,7 +64,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         rows.append(
             {"id": request.id, "group": group, "output": answer["tokens"], "score": sum(right), "weight": len(right)}
         )
-    groups = {name: [row for row in rows if row["group"] == name] for name in dict.fromkeys(r["group"] for r in rows)}
+    groups = grouped(rows)
     scores = {name: summary(mine) for name, mine in groups.items()}
     if len(groups) > 1:
         scores["average"] = average(groups)

@@ -30,7 +30,7 @@ from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
 from ccq.evaluate.results import tokenizer_hash, write_rows
-from ccq.evaluate.statistics import summary
+from ccq.evaluate.statistics import grouped, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 from ccq.shipped import book
 
@@ -410,8 +410,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         score = match(output, request.meta["answer"])
         rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
     scores = {}
-    for group in dict.fromkeys(row["group"] for row in rows):
-        mine = [row for row in rows if row["group"] == group]
+    for group, mine in grouped(rows).items():
         bins: dict[int, list[dict]] = {}
         for row in mine:
             bins.setdefault(min(9, int(row["depth"] // 10)), []).append(row)

@@ -21,6 +21,7 @@ import torch
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.files import whole_file
+from ccq.names import duration
 
 
 def model_hash(model: torch.nn.Module) -> str:
@@ -147,15 +148,3 @@ class Progress:
             )
             end = "\r" if self.live and self.done < self.total else "\n"
             print(f"{text:<79}", end=end, file=self.file, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(75), duration(7300)
-    ('1:15', '2:01:40')
-    """
-    if not seconds < 1e7:
-        return "?"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.files import open_text
+from ccq.names import first_line
 
 ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
 
@@ -62,10 +63,14 @@ def from_hub(what: str, load: Callable[[], list]) -> list:
     except (EvaluationError, ModuleNotFoundError):
         raise
     except Exception as error:
-        raise EvaluationError(
-            f"{what} could not be loaded from the Hub ({type(error).__name__}: {str(error).splitlines()[0][:200]}). "
-            "Without a network, give the data with --data DIR"
-        ) from error
+        raise not_on_hub(what, error) from error
+
+
+def not_on_hub(what: str, error: Exception) -> EvaluationError:
+    return EvaluationError(
+        f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
+        "Without a network, give the data with --data DIR"
+    )
 
 
 def longbench_archive(task: str) -> list[dict]:

@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ccq.evaluate.errors import EvaluationError
@@ -103,34 +104,20 @@ def readers() -> dict[Option, list[str]]:
     return found
 
 
-class Options(argparse.Namespace):
-    """What decides an evaluation beside the model: what every suite reads, and the options of suites by their names."""
+COMMON = {  # what every suite reads, and what decides how it is run
+    "data": None, "tasks": None, "limit": None, "batch_size": None, "prefill": "auto", "stage": "all", "again": False,
+}  # fmt: skip
 
-    out: Path
-    stage: str
-    tasks: tuple[str, ...] | None
-    limit: int | None
-    batch_size: int | None
-    prefill: str
-    again: bool
 
-    def __init__(
-        self,
-        out: Path,
-        data: Path | None = None,
-        tasks: tuple[str, ...] | None = None,
-        limit: int | None = None,
-        batch_size: int | None = None,
-        stage: str = "all",
-        again: bool = False,
-        **of_suites: Any,
-    ) -> None:
-        known = {option.name: option.default for option in readers()}
-        for name in of_suites:
+class Options(SimpleNamespace):
+    """What decides an evaluation beside the model: where to write, COMMON, and the options of suites by their names."""
+
+    def __init__(self, out: Path, **given: Any) -> None:
+        known = COMMON | {option.name: option.default for option in readers()}
+        for name in given:
             if name not in known:
-                raise TypeError(f"Options: no suite has an option {name!r}.{nearest(name, tuple(known))}")
-        common = {"data": data, "tasks": tasks, "limit": limit, "batch_size": batch_size, "stage": stage}
-        super().__init__(out=out, again=again, **({"prefill": "auto"} | known | of_suites | common))
+                raise TypeError(f"Options: there is no option {name!r}.{nearest(name, tuple(known))}")
+        super().__init__(out=out, **(known | given))
 
     def but(self, **changes: Any) -> Options:
         return Options(**(vars(self) | changes))

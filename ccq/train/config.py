@@ -199,10 +199,12 @@ def read(path: Path) -> Config:
         raise RunError(f"{path} is not a config of this version of ccq: {error}") from None
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    def tuples(value: Any) -> Any:
-        return tuple(tuples(x) for x in value) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """Lists, in which JSON has them, as the tuples that they were."""
+    return tuple(tuples(x) for x in value) if isinstance(value, list) else value
 
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value if name == "eos_token_id" else tuples(value) for name, value in fields.items()}
 
 

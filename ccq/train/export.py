@@ -80,10 +80,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="of this checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they were trained)")
     options = parser.parse_args(argv)
-    try:
-        step = export(options.run, options.out, options.step, options.dtype)
-    except RunError as error:
-        print(f"ccq export: {error}", file=sys.stderr)
-        return 1
+    step = export(options.run, options.out, options.step, options.dtype)
     print(f"Wrote {options.out}: step {step} of {options.run}")
     return 0

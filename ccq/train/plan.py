@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -142,16 +141,9 @@ def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("plan", (__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s); more than 8 are nodes")
     options, config = parse(parser, argv)
-    if config is None:
-        return 1
     if options.gpus < 1:
         parser.error(f"--gpus: expected at least 1, got {options.gpus}")
-    try:
-        found = plan(options.recipe, config, options.gpus)
-    except RunError as error:
-        print(f"ccq plan: {error}", file=sys.stderr)
-        return 1
-    for line in describe(found):
+    for line in describe(plan(options.recipe, config, options.gpus)):
         print(line)
     return 0
 

@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from ccq.files import read_json, write_atomically
-from ccq.names import nearest
+from ccq.names import first_line, nearest
 from ccq.train import RunError
 
 MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")
@@ -263,10 +262,6 @@ def rounded(x: float) -> float | None:
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -507,12 +502,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of all recipes: --set data.batch=64"
     )
-    options = parser.parse_args(argv)
-    try:
-        return sweep(options)
-    except RunError as error:
-        print(f"ccq sweep: {error}", file=sys.stderr)
-        return 1
+    return sweep(parser.parse_args(argv))
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -552,12 +542,9 @@ def sweep(options: argparse.Namespace) -> int:
         todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
         todo = [group for group in todo if group]
         if todo:
-            try:
-                device = options.device or best_device()
-                check_device(device)
-                check_cpu_bf16(device, todo[0][0].config().dtype)
-            except ValueError as error:
-                raise RunError(str(error)) from None
+            device = options.device or best_device()
+            check_device(device)
+            check_cpu_bf16(device, todo[0][0].config().dtype)
         count, total = sum(map(len, todo)), sum(map(len, groups))
         say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")
         settings = {
@@ -600,10 +587,8 @@ def change(text: str) -> tuple[str, Any]:
     if name in OPTIONS:
         raise RunError(f"--set {name}: the runs of a sweep differ in it, give it with {OPTIONS[name]}")
     try:
+        from ccq.train.config import tuples
+
         return name, tuples(json.loads(value))
     except json.JSONDecodeError:
         return name, value
-
-
-def tuples(value: Any) -> Any:
-    return tuple(tuples(x) for x in value) if isinstance(value, list) else value

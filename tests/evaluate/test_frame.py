@@ -14,6 +14,7 @@ from ccq import cli
 from ccq.evaluate import EvaluationError, Options, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.results import Progress, Responses, model_hash, tokenizer_hash
+from ccq.files import finite
 
 LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
 SUITES = {
@@ -382,7 +383,7 @@ def test_stages_equal_one_call(llama, tokenizer, data, tmp_path, suite):
 
 
 def test_json_has_no_nan():
-    cleaned = frame.clean({"a": [float("nan"), 1.0, {"b": float("inf")}]})
+    cleaned = finite({"a": [float("nan"), 1.0, {"b": float("inf")}]})
     assert cleaned == {"a": [None, 1.0, {"b": None}]}
     assert frame.table({"suite": "x", "quick_look": False, "model": {"name": "m"}, "notes": ["n"], "limit": None,
                         "scores": {"g": {"value": None, "interval": None, "n": 1}}}).count("\n") == 2  # fmt: skip

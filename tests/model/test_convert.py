@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForC
 
 from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.model.convert import convert
-from ccq.model.convert.families import FAMILIES
+from ccq.model.convert.families import FAMILIES, fla_config, our_config
 
 # The same function
 
@@ -173,11 +173,8 @@ def test_expansions_give_the_sizes_back(hidden, heads, key, value):
     for model_type in ("gla", "gated_deltanet"):
         family = FAMILIES[model_type]
         config = CCQConfig(mixer=family.mixer, unit_qk=model_type == "gated_deltanet", **sizes)
-        options = {**family.reads, "hidden_size": hidden, **family.fla_options(config)}
-        back = family.options(options)
-        assert {name: back[name] for name in ("num_heads", "key_size", "value_size")} == {
-            name: sizes[name] for name in ("num_heads", "key_size", "value_size")
-        }
+        back, _ = our_config(fla_config(config)[1])
+        assert {name: getattr(back, name) for name in sizes} == sizes
 
 
 # Cleaning

@@ -124,7 +124,7 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
 def test_mistakes_on_the_command_line_are_named(line, code, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
-        got = command.main(line.split())
+        got = cli.main(["train", *line.split()])
     except SystemExit as stop:
         got = stop.code
     output = capsys.readouterr()

@@ -1,0 +1,22 @@
+"""Tables on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def show(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None, left: int = 1, width: int = 120
+) -> None:
+    """A table whose first `left` columns are texts; where there is no terminal to keep to, `width` wide."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console()
+    (console if console.is_terminal else Console(width=width)).print(table)
