@@ -88,10 +88,7 @@ class Point:
             for group, mask in tokens.groups.items():
                 chosen = a[mask]
                 known = np.isfinite(chosen)
-                number = known.sum(0)
-                total = np.where(known, chosen, 0).sum(0)
-                means = np.where(number > 0, total / np.maximum(number, 1), np.nan)
-                self.level[top][group][layer].append(means)
+                self.level[top][group][layer].append(_mean(chosen, 0))
                 self.counts[top][group] += np.histogram(chosen[known].clip(0, 1), BINS, (0, 1))[0]
 
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
-from ccq.bench.live import LiveTable
 from ccq.bench.results import write
 from ccq.bench.timing import graph_time, wall_time
+from ccq.tables import LiveTable
 
 
 def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ccq.bench.live import LiveTable
 from ccq.bench.op import measure_ceilings
 from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
 from ccq.ops import Cleaning, CovarianceState, clean_query_step, decode_step, gate
+from ccq.tables import LiveTable
 
 VARIANTS = ("fla", "unit", "composed", "ours")
 CACHE = 60 * 2**20  # bytes of an H200's L2

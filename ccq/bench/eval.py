@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from ccq.bench import systems
-from ccq.bench.live import LiveTable
 from ccq.bench.results import write
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import RequestSet
+from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
-from ccq.bench.live import LiveTable
 from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time, wall_time
+from ccq.tables import LiveTable
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 RECURRENCES: dict[str, Callable] = {}

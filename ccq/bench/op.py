@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ccq.bench.live import LiveTable
 from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
 from ccq.ops import Gate, clean_query
+from ccq.tables import LiveTable
 
 PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
-from ccq.bench.live import LiveTable
 from ccq.bench.results import write
 from ccq.bench.timing import wall_time
+from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,10 +63,8 @@ def claim(folder: Path, config: Config) -> None:
         text = {name: shards.index[name] for name in ("tokens", "needle_tokens") if name in shards.index}
         tokenizer = shards.tokenizer_folder
         if tokenizer.is_dir() and not (folder / TOKENIZER).exists():
-            copy = folder / (TOKENIZER + ".partial")
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(tokenizer, copy)
-            os.rename(copy, folder / TOKENIZER)
+            with files.whole_folder(folder / TOKENIZER, last="tokenizer.json") as copy:
+                shutil.copytree(tokenizer, copy, dirs_exist_ok=True)
     write_json(folder / DATA, {**data, **text})
     write_atomically(path, configs.to_json(config).encode())
 

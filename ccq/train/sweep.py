@@ -150,7 +150,7 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
     for spec, run, seen in zip(specs, runs, looks, strict=True):
         found = result(spec, run, seen, options)
         found |= {"seconds": round(seconds, 2), "side_by_side": len(runs), "captured": run.captured}
-        write(out / "runs" / f"{spec.name}.json", found)
+        write_atomically(out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
         say(
             f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
             f"loss {found['curve']['loss'][-1]:.3f}, {seconds / steps * 1e3:.2f} ms a step of {len(runs)}"
@@ -175,7 +175,7 @@ def result(spec: Spec, run: Any, looks: list[tuple[int, list[int]]], options: di
     where = provenance()
     used = [config.data.slices[number] for number in run.data.slices]
     asked = [s[1] * s[2] for s in slices]
-    curve = [accuracies(counts, asked) for _, counts in looks]
+    curve = [np.array(counts) / np.array(asked) for _, counts in looks]
     return {
         "name": spec.name,
         "row": spec.row,
@@ -215,10 +215,6 @@ def result(spec: Spec, run: Any, looks: list[tuple[int, list[int]]], options: di
         "dirty": where["dirty"],
         "date": where["date"],
     }
-
-
-def accuracies(right: Sequence[int], asked: Sequence[int]) -> np.ndarray:
-    return np.array(right) / np.array(asked)
 
 
 def test_scores(slices: Sequence[tuple], right: list[np.ndarray]) -> dict[str, Any]:
@@ -262,10 +258,6 @@ def rounded(x: float) -> float | None:
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(content) + "\n").encode())
 
 
 def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
