@@ -29,8 +29,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.results import SHIPPED
 from ccq.data.sources import Inputs
+from ccq.files import write_json
+from ccq.provenance import provenance
 
 BATCH = 256  # documents that bare encode_batch gets at once; more or fewer make it no faster
 
@@ -205,7 +207,7 @@ def main() -> None:
     if args.quick:
         print("Quick: so little text says nothing of the goals. Nothing written.")
         return
-    write(RESULTS / "data_prepare.json", {**origin, "goals": goals, "measurements": rows})
+    write_json(SHIPPED / "data_prepare.json", {**origin, "goals": goals, "measurements": rows})
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from pathlib import Path
 import torch
 
 import ccq
-from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.results import SHIPPED
+from ccq.files import write_json
 from ccq.ops import chunk, correction
-from ccq.provenance import cpu
+from ccq.provenance import cpu, provenance
 
 B, H, K = 1, 4, 64
 
@@ -242,7 +243,7 @@ def main() -> None:
         print("Quick: these lengths say nothing of the goals. Nothing written.")
         return
     parts = {**origin, "chunk": chunk.CHUNK, "goals": goals, "timings": timings, "memory": memories, "errors": errors}
-    write(RESULTS / "operator_cpu.json", parts)
+    write_json(SHIPPED / "operator_cpu.json", parts)
     print("Only the ratios above are meant for publication.")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ccq
-from ccq.ops.dispatch import nearest
+from ccq.errors import UserError
+from ccq.names import nearest
 
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {
@@ -19,7 +21,7 @@ COMMANDS = {
     "data": ("ccq.data.command:main", "a tokenizer from text, and text into token shards that training reads"),
     "demo": ("ccq.demo:main", "train recall, try the models that ship, write one page: minutes on two cores"),
     "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
-    "eval": ("ccq.evaluate:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
+    "eval": ("ccq.evaluate.command:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
     "export": ("ccq.train.export:main", "the weights of a run as a folder that `from_pretrained` loads"),
     "generate": ("ccq.model.generate:main", "text from a checkpoint, ours or any of Hugging Face's"),
     "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),
@@ -50,32 +52,39 @@ EXTRAS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (without the program's name) asks for, and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def choose(prog: str, about: str | None, what: str, known: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """Which of `known` (name: help) the first argument names; the rest belongs to it."""
     parser = argparse.ArgumentParser(
-        prog="ccq",
-        description=(ccq.__doc__ or "").splitlines()[0],
-        epilog="commands:\n" + "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()),
+        prog=prog,
+        description=(about or "").splitlines()[0],
+        epilog=f"{what}s:\n" + "\n".join(f"  {name:<10} {text}" for name, text in known.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ccq {ccq.__version__}")
-    parser.add_argument("command", help="one of those below; `ccq COMMAND --help` says more", metavar="COMMAND")
+    hint = f"one of those below; `{prog} {what.upper()} --help` says more"
+    parser.add_argument("name", help=hint, metavar=what.upper())
     if not arguments:
         parser.print_help(sys.stderr)
-        return 2
-    name = parser.parse_args(arguments[:1]).command  # the rest belongs to the command
-    if name not in COMMANDS:
-        known = tuple(COMMANDS)
-        parser.error(f"unknown command {name!r}.{nearest(name, known)} The commands are: {', '.join(known)}.")
+        raise SystemExit(2)
+    name = parser.parse_args(arguments[:1]).name
+    if name not in known:
+        parser.error(f"unknown {what} {name!r}.{nearest(name, tuple(known))} The {what}s are: {', '.join(known)}.")
+    return name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (without the program's name) asks for, and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = choose("ccq", ccq.__doc__, "command", {name: text for name, (_, text) in COMMANDS.items()}, arguments)
     module, _, function = COMMANDS[name][0].partition(":")
     try:
         return getattr(importlib.import_module(module), function)(arguments[1:])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except OSError as error:  # a folder that cannot be written, a file that is not there: it names the path
-        print(f"ccq {name}: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:  # OSError: a folder that cannot be written, a file that is not there
+        rank = os.environ.get("RANK", "0")  # of torchrun
+        print(f"ccq {name}{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         extra = EXTRAS.get((missing.name or "").partition(".")[0])

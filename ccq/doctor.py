@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 import ccq
+from ccq.errors import UserError
 
 # package: the distributions that provide it, read from their metadata; importing them could fail or be slow
 PACKAGES = {
@@ -91,11 +92,30 @@ def cpu_bf16_kills() -> bool:
     return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode < 0
 
 
+class DeviceError(UserError, ValueError):
+    """A device that is not there, or that cannot compute what is asked of it."""
+
+
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(name: str) -> None:
+    """DeviceError where `name` is no device, or one that torch does not see."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise DeviceError(f"--device: {name!r} was asked for, and torch sees {count} GPUs (`ccq doctor` says why)")
+
+
 def check_cpu_bf16(device: str, dtype: str) -> None:
-    """ValueError where a model in `dtype` would kill the process."""
+    """DeviceError where a model in `dtype` would kill the process."""
     asked = device == "cpu" and dtype in ("bf16", "bfloat16") and torch.backends.mkldnn.enabled
     if asked and cpu_bf16_kills():
-        raise ValueError(f"{CPU_BF16[0]}: {CPU_BF16[1]}")
+        raise DeviceError(f"{CPU_BF16[0]}: {CPU_BF16[1]}")
 
 
 def look() -> Environment:

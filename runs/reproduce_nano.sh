@@ -4,6 +4,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+pack() { # samples and curves are bulk: zstd, which whatever reads a .jsonl reads too
+  python -c 'import pathlib, zstandard
+for path in pathlib.Path("benchmarks/results").rglob("*.jsonl"):
+    path.with_name(path.name + ".zst").write_bytes(zstandard.ZstdCompressor(level=19).compress(path.read_bytes()))
+    path.unlink()'
+}
+
 # A. Recall (MQAR) at width 128: 16 rows x 4 learning rates x 2,000 steps, one row three times with one seed; then six rows
 #    x 3 other seeds x 10,000 steps at the rates chosen on validation samples. About 12 minutes on one H200.
 ccq sweep mqar --tier rows --workers 8 --out runs/mqar
@@ -34,6 +41,7 @@ for run in runs/nano/{needles,plain,no-ruler}/{*-seed*,sweep/*}/; do # what of i
     [ ! -f "$part" ] || install -D -m 644 "$part" "benchmarks/results/${part#runs/}"
   done
 done
+pack
 
 # C. The models that ship, and the same without a convolution: six at once on one GPU in about 6 minutes. A backbone, its
 #    control and CCQ, alike but for that.
@@ -76,3 +84,4 @@ ccq analyze margin ccq-gla-pico --out benchmarks/results/pico/ccq-gla-conv-pico/
 ccq analyze intervene ccq-gla-pico --suite niah --tasks niah_single_1,niah_single_2 --lengths 512,1024,2048,4096 --limit 100 \
   --keys odd --data "$DATA/eval" --off --out runs/pico/intervene
 cp runs/pico/intervene/intervene.json benchmarks/results/pico/ccq-gla-conv-pico/analysis/
+pack

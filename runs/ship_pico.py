@@ -3,9 +3,9 @@
 Of each NAME (gla-pico, gla-unit-pico, ccq-gla-pico): --models has NAME/ as `ccq export RUN OUT --dtype bf16` wrote it,
 --runs NAME/ its run (log, config, origin), --scored NAME/ as `ccq eval MODEL --suite niah,length --out OUT` left it;
 --data has the shards of runs/prepare_pico.sh. --plain-runs and --plain-scored have the same of three models without a
-convolution: they do not ship, but what came of them is told. Writes into ccq/shipped (or --out): the model, its
-tokenizer, a card (README.md, of runs/pico_card.md), results.json with all that the card says, and the manifest with
-checksums.
+convolution: they do not ship, but what came of them is told. Writes into ccq/shipped (or --out): the model, a
+card (README.md, of runs/pico_card.md), results.json with all that the card says, and the manifest with
+checksums. The tokenizer is one for all, beside them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ WHAT = {
     "ccq-gla-pico": "Gated linear attention whose queries are cleaned with the running covariance of the keys (CCQ)",
 }
 SAME = ("steps", "seed", "tokens", "learning_rate", "window", "batch_tokens", "data")  # where models are trained alike
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", "generation_config.json", "model.safetensors")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 CARD = Path(__file__).with_name("pico_card.md")
 
 
@@ -50,6 +51,12 @@ def main() -> None:
                 raise SystemExit(f"{options.plain_runs / name} is not {name} without a convolution, trained alike")
             kept = ("command", "commit", "date", "parameters", "lam", "valid_perplexity", "evaluation")
             fact["without_convolution"] = {key: plain[key] for key in kept}
+    (options.out / shipped.TOKENIZER).mkdir(parents=True, exist_ok=True)
+    for name, file in itertools.product(told, TOKENIZER):  # one for all: trained on the same tokens
+        copy, mine = options.out / shipped.TOKENIZER / file, options.models / name / file
+        if name != next(iter(told)) and copy.read_bytes() != mine.read_bytes():
+            raise SystemExit(f"{mine} is not that of {next(iter(told))}: models that ship share one tokenizer")
+        shutil.copyfile(mine, copy)
     for name, fact in told.items():
         folder = options.out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +65,7 @@ def main() -> None:
         (folder / "results.json").write_text(json.dumps(fact, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(card(name, told), encoding="utf-8")
         shipped.seal(folder, **{key: fact[key] for key in ("steps", "seed", "tokens", "commit", "command")})
-    total = sum(path.stat().st_size for name in told for path in (options.out / name).iterdir())
+    total = sum(path.stat().st_size for name in (*told, shipped.TOKENIZER) for path in (options.out / name).iterdir())
     print(f"Wrote {', '.join(str(options.out / name) for name in told)}: {total / 1e6:.1f} MB together")
 
 

@@ -332,3 +332,11 @@ def to_gpu(case: Case) -> Case:
         moved = replace(moved, initial_state=state.to("cuda"))
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.cuda()
     return replace(moved, cu_seqlens=cu_seqlens, cotangents={n: x.cuda() for n, x in case.cotangents.items()})
+
+
+def pack(path):
+    """The file as results are committed: by zstd, beside its own name."""
+    import zstandard
+
+    path.with_name(path.name + ".zst").write_bytes(zstandard.compress(path.read_bytes()))
+    path.unlink()

@@ -36,7 +36,9 @@ def test_unknown_command_names_the_nearest(capsys):
 
 
 def test_no_command_shows_all_of_them(capsys):
-    assert cli.main([]) == 2
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    assert stop.value.code == 2
     help_text = capsys.readouterr().err
     assert all(name in help_text for name in cli.COMMANDS)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 
-from ccq.ops.dispatch import nearest
+from ccq.cli import choose
 
 # name: (module of this package, what it is)
 KINDS = {
@@ -20,21 +18,5 @@ KINDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the analysis that `argv` names."""
-    parser = argparse.ArgumentParser(
-        prog="ccq analyze",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="kinds:\n" + "\n".join(f"  {name:<10} {text}" for name, (_, text) in KINDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("kind", help="one of those below; `ccq analyze KIND --help` says more", metavar="KIND")
-    kind = parser.parse_args(argv[:1]).kind
-    if kind not in KINDS:
-        parser.error(f"unknown kind {kind!r}.{nearest(kind, tuple(KINDS))} They are: {', '.join(KINDS)}.")
-    from ccq.analysis.errors import AnalysisError
-    from ccq.evaluate.errors import EvaluationError
-
-    try:
-        return importlib.import_module(f"ccq.analysis.{KINDS[kind][0]}").main(argv[1:])
-    except (AnalysisError, EvaluationError) as error:
-        print(f"ccq analyze {kind}: {error}", file=sys.stderr)
-        return 1
+    kind = choose("ccq analyze", __doc__, "kind", {name: text for name, (_, text) in KINDS.items()}, argv)
+    return importlib.import_module(f"ccq.analysis.{KINDS[kind][0]}").main(argv[1:])

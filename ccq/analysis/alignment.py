@@ -12,7 +12,6 @@ T tokens, Hk key heads, K head size.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,18 +24,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ccq import tables
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
-from ccq.analysis.command import (
-    add_model_arguments,
-    add_prompt_arguments,
-    describe,
-    draw,
-    load,
-    name_of,
-    progress,
-    slug,
-    write,
-)
+from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
@@ -99,10 +89,7 @@ class Point:
             for group, mask in tokens.groups.items():
                 chosen = a[mask]
                 known = np.isfinite(chosen)
-                number = known.sum(0)
-                total = np.where(known, chosen, 0).sum(0)
-                means = np.where(number > 0, total / np.maximum(number, 1), np.nan)
-                self.level[top][group][layer].append(means)
+                self.level[top][group][layer].append(_mean(chosen, 0))
                 self.counts[top][group] += np.histogram(chosen[known].clip(0, 1), BINS, (0, 1))[0]
 
 
@@ -265,12 +252,8 @@ def rounded(x: Any) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ccq analyze alignment", description=(__doc__ or "").splitlines()[0])
-    add_model_arguments(parser)
-    add_prompt_arguments(parser, variants=4)
+    parser = make_parser("alignment", __doc__, variants=4)
     parser.add_argument("--untrained", action="store_true", help="fresh weights: how much of the gap is no learning")
-    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
-    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder of the JSON (%(default)s)")
     parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
@@ -291,34 +274,23 @@ def main(argv: Sequence[str]) -> int:
         "untrained": arguments.untrained,
     }
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    stem = f"alignment_{slug(name)}"
-    write(arguments.out / f"{stem}.json", result)
-    draw(lambda figures: figures.alignment(result, arguments.figures or arguments.out, stem))
+    finish(
+        result, arguments.out, lambda figures, stem: figures.alignment(result, arguments.figures or arguments.out, stem)
+    )
     show(result)
     return 0
 
 
 def show(result: dict) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=f"gap of alignment: {result['model']['name']}", title_justify="left")
-    for heading in ("keys", "top", "tokens", "mean gap", "negative layers", "by thirds of depth"):
-        table.add_column(heading, justify="left" if heading in ("keys", "tokens") else "right", no_wrap=True)
+    rows = []
     for point, content in result["points"].items():
         for part in content["top"].values():
             for group in ("unique", "needle", "novel", "planted", "near", "rare", "novel minus planted"):
                 row = part[group]
-                if row["mean"] is None:
-                    continue
-                table.add_row(
-                    point,
-                    "/".join(map(str, part["directions"])),
-                    group,
-                    f"{row['mean']:+.3f}",
-                    f"{row['negative_layers']} of {len(row['by_layer'])}",
-                    " ".join("     -" if x is None else f"{x:+.3f}" for x in row["thirds"]),
-                )
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(table)
+                if row["mean"] is not None:
+                    thirds = " ".join("     -" if x is None else f"{x:+.3f}" for x in row["thirds"])
+                    layers = f"{row['negative_layers']} of {len(row['by_layer'])}"
+                    top = "/".join(map(str, part["directions"]))
+                    rows.append((point, group, top, f"{row['mean']:+.3f}", layers, thirds))
+    columns = ("keys", "tokens", "top", "mean gap", "negative layers", "by thirds of depth")
+    tables.show(columns, rows, f"gap of alignment: {result['model']['name']}", left=2, width=100)

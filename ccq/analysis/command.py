@@ -10,69 +10,54 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ccq.analysis.errors import AnalysisError
-from ccq.data.shards import write_atomically
-from ccq.evaluate import DTYPES
+from ccq.doctor import best_device
 from ccq.evaluate.results import identity_of
+from ccq.files import write_atomically
+from ccq.names import slug
+from ccq.pretrained import DTYPES, NoTokenizerError, load_model, load_tokenizer
 from ccq.provenance import provenance
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def add_model_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+def make_parser(kind: str, about: str | None, variants: int, nargs: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"ccq analyze {kind}", description=(about or "").splitlines()[0])
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs=nargs,
         help="a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub",
     )
-    parser.add_argument("--device", default=HERE, help="(here: %(default)s)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--device", default=best_device(), help="(here: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--tokenizer", help="where MODEL has none")
     parser.add_argument("--bos", action="store_true", help="put the token for the beginning of a text first")
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser, variants: int) -> None:
     parser.add_argument("--variants", type=int, default=variants, help="prompts of each of five kinds (%(default)s)")
     parser.add_argument("--sentences", type=int, help="of filler in a prompt; by default all 120")
+    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
+    return parser
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """(model in eval mode on its device, its tokenizer)."""
-    from ccq.evaluate import load as load_pretrained
-
-    dtype = DTYPES[arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")]
-    path = Path(arguments.model)
-    if path.suffix != ".gguf":
-        found = load_pretrained(arguments.model, arguments.device, dtype, arguments.tokenizer)
-        if found[1] is None:
-            raise AnalysisError(f"{arguments.model} has no tokenizer: give one with --tokenizer")
-        return found
-    if not path.exists():
-        raise AnalysisError(f"{path} is not there: expected a file in GGUF")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype)
-    except (ImportError, ValueError) as error:  # transformers names gguf or accelerate where they are missing
-        raise AnalysisError(f"{path} could not be loaded: {str(error).strip().splitlines()[0]}") from error
-    return model.to(arguments.device).eval(), tokenizer
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    except NoTokenizerError as error:
+        raise AnalysisError(f"{error}: give one with --tokenizer") from error
+    return load_model(arguments.model, arguments.device, dtype), tokenizer
 
 
-def draw(make: Callable[[Any], Iterable[Path]]) -> None:
-    """Make figures, of the module ccq.analysis.figures, and say where they are."""
+def finish(result: dict, out: Path, make: Callable[[Any, str], Iterable[Path]]) -> None:
+    """Write the result of a kind, and its figures: `make` gets the module ccq.analysis.figures and how names begin."""
+    stem = f"{result['kind']}_{slug(result['model']['name'])}"
+    write(out / f"{stem}.json", result)
     try:
         from ccq.analysis import figures
     except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
         print(f"{missing.name} is not installed: no figure is drawn")
         return
-    for path in make(figures):
+    for path in make(figures, stem):
         print(f"Wrote {path}")
 
 
@@ -99,19 +84,10 @@ def name_of(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def slug(name: str) -> str:
-    """
-    >>> slug("SmolLM2-135M Instruct")
-    'smollm2_135m_instruct'
-    """
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
 def write(path: Path, content: dict) -> None:
     """The result with its origin; a list of numbers takes one line."""
     text = json.dumps(content | {"provenance": provenance()}, indent=1, allow_nan=False)
     text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, f"{text}\n".encode())
     print(f"Wrote {path}")
 

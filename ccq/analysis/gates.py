@@ -14,7 +14,6 @@ T tokens, H heads.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,10 +25,11 @@ import numpy as np
 import torch
 
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import add_model_arguments, add_prompt_arguments, describe, draw, load, name_of, slug, write
+from ccq.analysis.command import describe, finish, load, make_parser, name_of
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
+from ccq.files import read_text, stored
 from ccq.systems import Identity
 from ccq.train.config import read
 
@@ -108,10 +108,10 @@ def course(run_folder: Path) -> dict:
     comes from the run's config.
     """
     path = run_folder / "log.jsonl" if run_folder.is_dir() else run_folder
-    if not path.exists():
+    if stored(path) is None:
         raise AnalysisError(f"{path} is not there: expected the folder of a run of `ccq train`, or its log")
     steps, lam, alone = [], [], []
-    for line in path.read_text().splitlines():
+    for line in read_text(path).splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -143,16 +143,13 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ccq analyze gate", description=(__doc__ or "").splitlines()[0])
-    add_model_arguments(parser, nargs="?")
-    add_prompt_arguments(parser, variants=3)
+    parser = make_parser("gate", __doc__, variants=3, nargs="?")
     parser.add_argument("--text", type=Path, help="a file of ordinary text; by default our filler")
     parser.add_argument("--run", type=Path, help="folder of a run of `ccq train`: lam over its steps")
-    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.run is None:
         parser.error("expected a MODEL, or a run with --run, or both")
-    name = name_of(arguments.model or str(arguments.run))
+    name = arguments.name or name_of(arguments.model or str(arguments.run))
     result: dict[str, Any] = {"kind": "gate"}
     if arguments.run is not None:
         result["training"] = course(arguments.run)
@@ -171,9 +168,7 @@ def main(argv: Sequence[str]) -> int:
         config = arguments.run / "config.json"  # the log by itself does not say what it is of
         identity = read(config).identity if config.exists() else Identity(name)
         result |= {"identity": asdict(identity), "model": {"name": name}}
-    stem = f"gate_{slug(name)}"
-    write(arguments.out / f"{stem}.json", result)
-    draw(lambda figures: figures.gate(result, arguments.out, stem))
+    finish(result, arguments.out, lambda figures, stem: figures.gate(result, arguments.out, stem))
     if "lam" in result:
         for place in PLACES:
             lam = np.array(result["lam"][place])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ccq import tables
 from ccq.analysis.errors import AnalysisError
 from ccq.mixers import QueryCleaner
 
@@ -90,11 +91,12 @@ def intervene(
 
 
 def main(argv: Sequence[str]) -> int:
-    from ccq import evaluate
     from ccq.analysis.command import describe, write
+    from ccq.evaluate import evaluate
+    from ccq.evaluate.command import load, make_parser, parse
     from ccq.evaluate.errors import EvaluationError
 
-    parser = evaluate.make_parser()
+    parser = make_parser()
     parser.prog = "ccq analyze intervene"
     parser.description = (__doc__ or "").splitlines()[0]
     add = parser.add_argument
@@ -102,17 +104,14 @@ def main(argv: Sequence[str]) -> int:
     add("--fixed", type=float, nargs="+", default=[], metavar="X", help="with lam fixed at each X")
     add("--scale", type=float, nargs="+", default=[], metavar="X", help="with lam times each X, at most 1")
     add("--each-layer", action="store_true", help="each of these in one layer alone too, for every layer that cleans")
-    arguments, suites, options = evaluate.parse(parser, argv)
+    arguments, suites, options = parse(parser, argv)
     asked = [Intervention("off")] if arguments.off else []
     asked += [Intervention(kind, x) for kind in ("fixed", "scale") for x in getattr(arguments, kind)]
     if not asked:
         parser.error("expected an intervention at least: --off, --fixed X or --scale X")
     if arguments.stage != "all":
         parser.error("--stage: an intervention is evaluated in one go; expected no stage")
-    dtype = evaluate.DTYPES[arguments.dtype]
-    model, tokenizer = evaluate.load(
-        arguments.model, arguments.device, dtype, arguments.tokenizer, text=suites != ["mqar"]
-    )
+    model, tokenizer = load(arguments, suites)
     count = len(cleaners(model))
     if arguments.each_layer:
         asked += [replace(change, layers=(layer,)) for change in asked for layer in range(count)]
@@ -120,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     rows, failed = [], False
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights are the same, and so would be the names of its files
-        options = replace(options, out=arguments.out / change.name)
+        options = options.but(out=arguments.out / change.name)
         drawn = arguments.out / Intervention().name / "samples"
         if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
             shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
@@ -128,13 +127,13 @@ def main(argv: Sequence[str]) -> int:
         for suite in suites:
             try:
                 with intervene(model, change):
-                    found = evaluate.evaluate(model, tokenizer, suite, options, f"{name}, lam {change.name}")
+                    found = evaluate(model, tokenizer, suite.name, options, f"{name}, lam {change.name}")
             except (EvaluationError, OSError) as error:
-                print(f"{change.name}: {suite}: {error}")
+                print(f"{change.name}: {suite.name}: {error}")
                 failed = True
                 continue
             assert found is not None, "there is a result where no stage was asked for"
-            row["suites"][suite] = {key: score["value"] for key, score in found["scores"].items()}
+            row["suites"][suite.name] = {key: score["value"] for key, score in found["scores"].items()}
         rows.append(row)
     result = {"kind": "intervene", **describe(model, name), "cleaning_layers": count, "rows": rows}
     write(arguments.out / "intervene.json", result)
@@ -144,25 +143,12 @@ def main(argv: Sequence[str]) -> int:
 
 def show(rows: list[dict]) -> None:
     """Scores with each intervention, and what it changes."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("suite", "score", "lam", "value", "change"):
-        table.add_column(heading, justify="left" if heading in ("suite", "score", "lam") else "right", no_wrap=True)
-    base = rows[0]["suites"]
-    for suite, scores in base.items():
+    shown = []
+    for suite, scores in rows[0]["suites"].items():
         for score, value in scores.items():
             for row in rows:
                 got = row["suites"].get(suite, {}).get(score)
-                known = got is not None and value is not None
-                table.add_row(
-                    suite,
-                    score,
-                    row["intervention"],
-                    "-" if got is None else f"{got:.2f}",
-                    f"{got - value:+.2f}" if known and row is not rows[0] else "",
-                )
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+                known = got is not None and value is not None and row is not rows[0]
+                change = f"{got - value:+.2f}" if known else ""
+                shown.append((suite, score, row["intervention"], "-" if got is None else f"{got:.2f}", change))
+    tables.show(("suite", "score", "lam", "value", "change"), shown, left=3)

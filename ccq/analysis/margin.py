@@ -14,9 +14,7 @@ T tokens, H query heads, Hk key heads, K head size.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,23 +23,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import (
-    add_model_arguments,
-    add_prompt_arguments,
-    describe,
-    draw,
-    load,
-    name_of,
-    progress,
-    slug,
-    write,
-)
+from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
 from ccq.ops.reference import unit
-
-MEASURES = ("mean", "best", "rank")
 
 
 def scores(
@@ -138,14 +124,10 @@ def own_prompt(text: str, needle: str) -> Prompt:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ccq analyze margin", description=(__doc__ or "").splitlines()[0])
-    add_model_arguments(parser)
-    add_prompt_arguments(parser, variants=3)
+    parser = make_parser("margin", __doc__, variants=3)
     parser.add_argument("--prompt", help="a prompt of your own; its last token is the one that reads")
     parser.add_argument("--needle", help="the piece of --prompt that should be found")
     parser.add_argument("--lam", type=float, help="from 0 to 1: instead of the model's own, or where it has none")
-    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
-    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.lam is not None and not 0 <= arguments.lam <= 1:
         parser.error(f"--lam: expected a number from 0 to 1, got {arguments.lam}")
@@ -159,9 +141,7 @@ def main(argv: Sequence[str]) -> int:
     name = arguments.name or name_of(arguments.model)
     result = {"kind": "margin", **describe(model, name), "lam": arguments.lam}
     result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
-    stem = f"margin_{slug(name)}"
-    write(arguments.out / f"{stem}.json", result)
-    draw(lambda figures: [figures.margin(result, arguments.out, stem)])
+    finish(result, arguments.out, lambda figures, stem: [figures.margin(result, arguments.out, stem)])
     print(
         f"cleaning widens the mean margin in {result['wider_cells']} of {result['cells']} cells (layer and head), "
         f"and the best against the best in {result['wider_cells_best']}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 import torch
 
-from ccq.ops.dispatch import nearest
+from ccq.cli import choose
 
 KINDS = {
     "op": "the cleaning alone, against the same composed from fla's ops and against the floor",
@@ -25,16 +24,7 @@ KINDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that `argv` names."""
-    parser = argparse.ArgumentParser(
-        prog="ccq bench",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="kinds:\n" + "\n".join(f"  {name:<10} {text}" for name, text in KINDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("kind", help="one of those below; `ccq bench KIND --help` says more", metavar="KIND")
-    kind, rest = parser.parse_args(argv[:1]).kind, argv[1:]
-    if kind not in KINDS:
-        parser.error(f"unknown kind {kind!r}.{nearest(kind, tuple(KINDS))}")
+    kind, rest = choose("ccq bench", __doc__, "kind", KINDS, argv), argv[1:]
     if not torch.cuda.is_available() and not {"-h", "--help"} & set(rest):
         print(f"ccq bench {kind} needs an NVIDIA GPU; `make bench` measures on a CPU.", file=sys.stderr)
         return 1

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
-from ccq.bench.live import LiveTable
-from ccq.bench.results import provenance, write
+from ccq.bench.results import write
 from ccq.bench.timing import graph_time, wall_time
 from ccq.systems import SYSTEMS
+from ccq.tables import LiveTable
 
 
 def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
@@ -30,7 +30,7 @@ def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser("decode", __doc__, "decode_h200.json")
+    parser = systems.parser("decode", __doc__)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(argv)
@@ -75,5 +75,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             del model
             torch.cuda.empty_cache()
     if not args.warm:
-        write(args.out, {**provenance(), "note": args.note, "rows": rows})
+        write(args, {"note": args.note, "rows": rows})
     return 0

@@ -12,18 +12,16 @@ none is found in the cache.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
-from ccq.bench.live import LiveTable
 from ccq.bench.op import measure_ceilings
-from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
 from ccq.ops import Cleaning, CovarianceState, clean_query_step, decode_step, gate
+from ccq.tables import LiveTable
 
 VARIANTS = ("fla", "unit", "composed", "ours")
 CACHE = 60 * 2**20  # bytes of an H200's L2
@@ -98,14 +96,13 @@ class Layer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ccq bench decode-op", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("decode-op", __doc__)
     parser.add_argument("--backbones", default="gla,gdn")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--key-size", type=int, default=256)
     parser.add_argument("--value-size", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=RESULTS / "decode_op_h200.json")
     args = parser.parse_args(argv)
     ceilings = measure_ceilings()
     rows: list[dict] = []
@@ -133,5 +130,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                         backbone, variant, batch, f"{1e3 * timing.median:.2f}", f"{ratio:.3f}", f"{moved / 2**20:.1f}",
                         f"{rate / 1e12:.2f}", f"{rate / ceilings['byte_per_s']:.2f}",
                     )  # fmt: skip
-    write(args.out, {**provenance(), "timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
+    write(args, {"timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
     return 0

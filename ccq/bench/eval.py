@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from ccq.bench import systems
-from ccq.bench.live import LiveTable
-from ccq.bench.results import provenance, write
+from ccq.bench.results import write
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import RequestSet
+from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser("eval", __doc__, "eval_h200.json")
+    parser = systems.parser("eval", __doc__)
     parser.set_defaults(systems=("ccq-gla",), size="500m")
     parser.add_argument("--requests", type=Path, required=True, help="folder of requests, a file a suite")
     parser.add_argument("--suites", default="lm,niah")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 del model
                 torch.cuda.empty_cache()
     if not args.warm:
-        write(args.out, {**provenance(), "note": args.note, "rows": rows})
+        write(args, {"note": args.note, "rows": rows})
     return 0
 
 

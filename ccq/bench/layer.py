@@ -10,18 +10,16 @@ CCQ is put where the layer calls its recurrence, so that all else is fla's own c
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
-from ccq.bench.live import LiveTable
-from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time, wall_time
+from ccq.tables import LiveTable
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 RECURRENCES: dict[str, Callable] = {}
@@ -100,12 +98,11 @@ def peak_memory(call: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ccq bench layer", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("layer", __doc__)
     parser.add_argument("--backbones", default="gla,gdn")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
     parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
-    parser.add_argument("--out", type=Path, default=RESULTS / "layer_h200.json")
     args = parser.parse_args(argv)
     rows = []
     columns = ("layer", "with", "pass", "tokens", "graph ms", "ratio", "wall ms", "ratio", "peak MiB", "ratio",
@@ -145,5 +142,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )  # fmt: skip
     if not args.warm:
         shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
-        write(args.out, {**provenance(), "note": args.note, "shape": shape, "rows": rows})
+        write(args, {"note": args.note, "shape": shape, "rows": rows})
     return 0

@@ -7,17 +7,15 @@ bandwidth of a large elementwise kernel. Both rates are measured in the same run
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ccq.bench.live import LiveTable
-from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
 from ccq.ops import Gate, clean_query
+from ccq.tables import LiveTable
 
 PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows
@@ -87,12 +85,11 @@ def calls(function: Callable, batch: int, length: int, heads: int, size: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ccq bench op", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("op", __doc__)
     parser.add_argument("--shapes", default="1x4096,8x4096,1x8192,1x65536", help="BxT, ... (%(default)s)")
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--key-size", type=int, default=256)
     parser.add_argument("--composed", action="store_true", help="also the one composed from fla's ops")
-    parser.add_argument("--out", type=Path, default=RESULTS / "op_h200.json")
     args = parser.parse_args(argv)
     functions: list[tuple[str, Callable]] = [("ours", ours), ("with gate", gated)]
     functions += [("composed", composed)] if args.composed else []
@@ -122,5 +119,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                     table.add(
                         name, row["pass"], batch, length, f"{us:.1f}", f"{1e6 * floor:.1f}", f"{1e-6 * us / floor:.2f}"
                     )
-    write(args.out, {**provenance(), "timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
+    write(args, {"timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
     return 0

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
-from ccq.bench.live import LiveTable
-from ccq.bench.results import provenance, write
+from ccq.bench.results import write
 from ccq.bench.timing import wall_time
 from ccq.systems import SYSTEMS
+from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser("prefill", __doc__, "prefill_h200.json")
+    parser = systems.parser("prefill", __doc__)
     parser.add_argument("--length", type=int, default=4096)
     args = parser.parse_args(argv)
     rows: list[dict] = []
@@ -49,5 +49,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             del model, prompt, call
             torch.cuda.empty_cache()
     if not args.warm:
-        write(args.out, {**provenance(), "note": args.note, "rows": rows})
+        write(args, {"note": args.note, "rows": rows})
     return 0

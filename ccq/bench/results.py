@@ -1,18 +1,31 @@
-"""Where benchmarks write what they measure."""
+"""Where benchmarks write what they measure, and where it is found."""
 
 from __future__ import annotations
 
-import json
+import argparse
 from pathlib import Path
 
+import torch
+
+from ccq.files import write_json
+from ccq.names import slug
 from ccq.provenance import provenance
 
-__all__ = ["RESULTS", "provenance", "write"]
+OWN = Path("bench")  # beside the user
+_PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
+SHIPPED = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[2] / "benchmarks" / "results"
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+def make_parser(kind: str, about: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"ccq bench {kind}", description=(about or "").splitlines()[0])
+    parser.set_defaults(kind=kind)
+    parser.add_argument("--out", type=Path, help=f"file to write (default: {OWN}/{kind.replace('-', '_')}_GPU.json)")
+    return parser
 
 
-def write(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def write(args: argparse.Namespace, content: dict) -> None:
+    """To `--out`, or to a file that is named after the benchmark and the GPU."""
+    gpu = slug(torch.cuda.get_device_name().removeprefix("NVIDIA "))
+    path = args.out or OWN / f"{slug(args.kind)}_{gpu}.json"
+    write_json(path, {**provenance(), **content})
     print(f"Wrote {path}")

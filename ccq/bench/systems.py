@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
-from ccq.bench.results import RESULTS
-from ccq.ops.dispatch import nearest
+from ccq.bench.results import make_parser
+from ccq.names import nearest
 from ccq.systems import SYSTEMS, compared
 
 COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
@@ -21,15 +20,14 @@ PAPER = {
 }
 
 
-def parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
+def parser(kind: str, about: str | None) -> argparse.ArgumentParser:
     """The options that benchmarks of whole models share."""
-    parser = argparse.ArgumentParser(prog=f"ccq bench {prog}", description=(about or "").splitlines()[0])
+    parser = make_parser(kind, about)
     parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
     parser.add_argument("--size", default="1.3b")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
     parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
-    parser.add_argument("--out", type=Path, default=RESULTS / out)
     return parser
 
 

@@ -5,15 +5,13 @@ The trainer's own step: bf16 weights, fp32 masters, forward, backward, clipping,
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from ccq.bench.results import RESULTS, provenance, write
+from ccq.bench.results import make_parser, write
 from ccq.bench.systems import COMPARED, listed, row_of
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
@@ -58,7 +56,7 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ccq bench train", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("train", __doc__)
     parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
     parser.add_argument("--size", default="1.3b")
     parser.add_argument("--lengths", default="2048,4096,8192,16384")
@@ -68,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--note", help="kept in the result file")
-    parser.add_argument("--out", type=Path, default=RESULTS / "train_h200.json")
     args = parser.parse_args(argv)
 
     from ccq.model.info import info
@@ -98,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.collect()
             torch.cuda.empty_cache()
     options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
-    write(args.out, {**provenance(), "note": args.note, **options, "rows": rows})
+    write(args, {"note": args.note, **options, "rows": rows})
     return 0
 
 

@@ -6,7 +6,6 @@ each with fp64). The scan and the kernel that reads its states are timed apart, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -16,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from ccq.bench.results import provenance
+from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
 from ccq.ops import fused
 from ccq.ops.configs import NAMES, PASSES, TUNED, Config, candidates
+from ccq.provenance import provenance
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 SCAN_FIELDS = ("BLK", "BR", "scan_warps", "scan_stages")
@@ -126,14 +126,13 @@ def tune(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ccq bench tune", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("tune", __doc__)
     parser.add_argument("--key-sizes", default="64,128,256")
     parser.add_argument("--dtypes", default="bf16", help=f"of {', '.join(DTYPES)} (%(default)s)")
     parser.add_argument("--passes", default=",".join(PASSES))
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
-    parser.add_argument("--out", type=Path, default=Path("tuning.json"), help="every timing")
     parser.add_argument(
         "--write", type=Path, nargs="?", const=TUNED, help=f"keep the fastest, in {TUNED.name} by default"
     )
@@ -161,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         best += more[1]
     for row in [r for r in rows if r["failure"] and r["B"] == 1][:6]:
         print("failed", *(row[x] for x in ("pass", "BK", "stage", "BT", "S", "BN", "BS", "warps", "stages", "failure")))
-    options.out.write_text(json.dumps(rows, indent=1))
+    write(options, {"rows": rows})
     if options.write is not None:
         keep(best, options.write)
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ccq.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError, ValueError):
     """Data that is missing, damaged, foreign or not as asked for; the message names it."""

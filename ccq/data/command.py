@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ccq.data import DataError
 
@@ -43,11 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     check.add_argument("folder", type=Path)
 
     options = parser.parse_args(arguments)
-    try:
-        return {"tokenizer": run_tokenizer, "prepare": run_prepare, "check": run_check}[options.command](options)
-    except DataError as error:
-        print(f"ccq data {options.command}: {error}", file=sys.stderr)
-        return 1
+    return {"tokenizer": run_tokenizer, "prepare": run_prepare, "check": run_check}[options.command](options)
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -66,17 +63,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 def inputs_of(options: argparse.Namespace):
     from ccq.data.sources import Inputs
 
-    return Inputs(
-        paths=tuple(options.paths),
-        dataset=options.dataset,
-        subset=options.subset,
-        split=options.split,
-        revision=options.revision,
-        field=options.field,
-        id_field=options.id_field,
-        filter=tuple(options.filter),
-        exclude=tuple(options.exclude),
-    )
+    given: dict[str, Any] = {name: getattr(options, name) for name in Inputs.__dataclass_fields__}
+    return Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
 
 
 def size(text: str) -> int:
@@ -89,8 +77,8 @@ def size(text: str) -> int:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
-    from ccq.data.shards import whole_folder
     from ccq.data.tokenizer import train_tokenizer, vocabulary
+    from ccq.files import whole_folder
 
     inputs = inputs_of(options)
     with whole_folder(options.out, last="tokenizer.json") as out:

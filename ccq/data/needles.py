@@ -24,7 +24,7 @@ import numpy as np
 from ccq.data import DataError
 from ccq.data.counter import bits, key_of, permute, uniform
 from ccq.data.sources import Inputs, Piece
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 
 class Form(NamedTuple):

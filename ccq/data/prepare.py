@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from ccq.data.shards import (
     check_shard,
     read_index,
     token_dtype,
-    write_atomically,
 )
 from ccq.data.sources import PIECE, Inputs, Piece, Position
 from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
+from ccq.files import locked, write_json
 
 Marked = tuple[Piece, Mixed | None]  # a piece, and how far the mixing went after it
 
@@ -104,8 +104,7 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
         "shards": [],
         "resume": {"file": 0, "record": 0, "mixed": list(Mixed())},
     }
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
+    with locked(out / ".lock", DataError):
         if (out / INDEX).exists() and begun(out):
             index = continued(index, out)
             if index["complete"]:
@@ -113,7 +112,7 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
         elif any(out.glob("shard-*.bin")):
             raise ShardError(f"{out} holds shards and no {INDEX}: choose another folder, or empty it")
         else:
-            write_atomically(out / INDEX, json.dumps(index, indent=1).encode())
+            write_json(out / INDEX, index)
         tokenizer.save_pretrained(out / "tokenizer")
         with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:
             write_shards(what, index, out, encoders, dtype, progress)
@@ -171,7 +170,7 @@ def write_shards(
         if writer is not None:
             index["shards"].append(writer.finish())
             writer = None
-        write_atomically(out / INDEX, json.dumps(index, indent=1).encode())
+        write_json(out / INDEX, index)
 
     try:
         with bar:
@@ -339,19 +338,3 @@ class Bar:
             if kind is None:
                 self.progress.update(self.task, completed=self.progress.tasks[0].total)
             self.progress.stop()
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Refuse a second process; the lock goes with the process that holds it, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another process is preparing {folder}") from None
-        yield

@@ -14,16 +14,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from ccq.data import DataError
+from ccq.files import read_json
 
 FORMAT, VERSION = "ccq tokens", 1
 FOOTER = 512
@@ -54,43 +53,6 @@ def footer(tokenizer: str, dtype: np.dtype, tokens: int, documents: int) -> byte
         "documents": documents,
     }
     return json.dumps(fields).encode().ljust(FOOTER - 1) + b"\n"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """All of it or nothing, also when the machine goes down."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-@contextmanager
-def whole_folder(folder: Path, last: str, instead_of: str = "") -> Iterator[Path]:
-    """Where to write what `folder` is to hold: it gets its name when all of it is there.
-
-    In a folder that exists already, files of the same name are replaced and those that match `instead_of` removed;
-    others stay. The file `last` is gone before the first of them changes and comes back after all others.
-    """
-    folder = folder.resolve()  # renaming takes one file system, and `.` has no name
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file: expected a folder to write, or none")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if not folder.exists():
-            os.rename(partial, folder)
-            return
-        (folder / last).unlink(missing_ok=True)
-        for old in folder.glob(instead_of) if instead_of else ():
-            old.unlink()
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
-            os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class ShardWriter:
@@ -143,12 +105,7 @@ class ShardWriter:
 def read_index(folder: Path) -> dict[str, Any]:
     """The index of a folder of shards, finished or not; ShardError where there is none."""
     path = folder / INDEX
-    try:
-        index = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ShardError(f"{folder} holds no {INDEX}: expected a folder made by `ccq data prepare`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ShardError(f"{path} is damaged: {error}") from None
+    index = read_json(path, ShardError, "a folder made by `ccq data prepare`")
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ShardError(f"{path} is not an index of {FORMAT!r}")
     if index.get("version") != VERSION:

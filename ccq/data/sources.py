@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ccq.data import DataError, zst
-from ccq.ops.dispatch import nearest
+from ccq.data import DataError
+from ccq.files import DamagedError, unpacked
+from ccq.names import nearest
 
 TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson", ".json"), (".parquet",)
 PACKED = ("", ".gz", ".zst")
@@ -247,11 +248,11 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     with open(path, "rb") as raw:
         try:
             if path.suffix == ".zst":
-                yield raw, zst.unpacked(raw)
+                yield raw, unpacked(raw)
             elif path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield raw, unpacked
+                with gzip.GzipFile(fileobj=raw) as content:
+                    yield raw, content
             else:
                 yield raw, raw
-        except (zst.DamagedError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # while it was being read
+        except (DamagedError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # while it was being read
             raise DataError(f"{path} is damaged: {error}") from None

@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ccq import tables
+from ccq.doctor import best_device, check_device
+from ccq.files import write_json
+from ccq.names import duration
 from ccq.systems import SYSTEMS, compared, recipe_name
 
 TRAINED = compared("ccq-gla", "ccq-gla-open")  # a backbone, its control, and CCQ
@@ -59,7 +63,7 @@ class Step:
     folder: str
     title: str
     seconds: int  # about, on two cores
-    make: Callable[[], None]
+    make: Callable[[Settings, Path, str], None]  # with the folder to write to and the device
     decides: dict[str, Any]
     leaves: tuple[str, ...]
 
@@ -78,10 +82,8 @@ class Record:
         return cls(path)
 
     def note(self, step: Step, finished: bool) -> None:
-        from ccq.data.shards import write_atomically
-
         self.steps[step.folder] = {"decides": step.decides, "finished": finished, "format": FORMAT}
-        write_atomically(self.path, (json.dumps({"steps": self.steps}, indent=1) + "\n").encode())
+        write_json(self.path, {"steps": self.steps})
 
     def finished(self, step: Step) -> bool:
         there = all((self.path.parent / step.folder / name).exists() for name in step.leaves)
@@ -108,64 +110,48 @@ def plan(settings: Settings) -> list[Step]:
     """The steps in their order. Only models that ship are asked."""
     from ccq import shipped
 
-    out, seed = settings.out, settings.seed
-    device = settings.device or best_device()
-    steps = [
-        Step("regimes", "A needle among distractors: one read, constructed", 5,
-             lambda: three_regimes(out / "regimes", seed), {"seed": seed}, ("scores.json", "scores.png", "scores.svg"))
-    ]  # fmt: skip
+    made: tuple[str, ...] = ("scores.json", "scores.png", "scores.svg")
+    title = "A needle among distractors: one read, constructed"
+    steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed}, made)]
     for system in settings.systems:
-        steps.append(Step(
-            recipe_name(system, "tiny"), f"{label(system)} learns recall: {settings.steps} steps, then a test", 15,
-            lambda system=system: recall(settings, system, device),  # type: ignore[misc]
-            {"steps": settings.steps, "recall": settings.recall, "seed": seed},
-            ("config.json", "log.jsonl", "eval/mqar.json"),
-        ))  # fmt: skip
+        title = f"{label(system)} learns recall: {settings.steps} steps, then a test"
+        decides = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}
+        made = ("config.json", "log.jsonl", "eval/mqar.json")
+        steps.append(Step(recipe_name(system, "tiny"), title, 15, recall, decides, made))
     ship = [name for name in TRIO if name in shipped.names()]
     for name in ship:
         shipped.verify(shipped.root() / name)
         files = shipped.manifest(shipped.root() / name)["files"]
+        title = f"{name}, trained on text: needles, and perplexity by length"
         decides = {
             "weights": files.get("model.safetensors", {}).get("sha256"),
             "needles": [settings.needle_lengths, settings.needle_samples, settings.answer_tokens],
             "lengths": [settings.lengths, settings.tokens],
         }
-        steps.append(Step(
-            name, f"{name}, trained on text: needles, and perplexity by length", 30,
-            lambda name=name: try_model(settings, name, device),  # type: ignore[misc]
-            decides, ("niah.json", "length.json"),
-        ))  # fmt: skip
+        steps.append(Step(name, title, 30, try_model, decides, ("niah.json", "length.json")))
     if "ccq-gla-pico" in ship:
-        steps.append(Step(
-            "alignment", "ccq-gla-pico: do needle keys lie off the directions of most variance?", 8,
-            lambda: alignment(settings, device),
-            {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]},
-            ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png"),
-        ))  # fmt: skip
+        title = "ccq-gla-pico: do needle keys lie off the directions of most variance?"
+        decides = {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]}
+        made = ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png")
+        steps.append(Step("alignment", title, 8, alignment, decides, made))
     return steps
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def best_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def three_regimes(out: Path, seed: int) -> None:
+def three_regimes(settings: Settings, out: Path, device: str) -> None:
     from ccq.demo import regimes
 
-    regimes.write(out, seed)
+    regimes.write(out, settings.seed)
 
 
-def recall_config(settings: Settings, system: str, device: str) -> Any:
+def recall_config(settings: Settings, name: str, device: str) -> Any:
     """The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps,
     so that recall is learned in half a minute."""
     from ccq.recipes import recipe
 
-    config = recipe(recipe_name(system, "tiny"))
+    config = recipe(name)
     config.model.conv_size, config.model.num_hidden_layers = 4, 1
     config.steps, config.seed = settings.steps, settings.seed
     config.optimizer.warmup = min(20, settings.steps)
@@ -174,14 +160,13 @@ def recall_config(settings: Settings, system: str, device: str) -> Any:
     return config
 
 
-def recall(settings: Settings, system: str, device: str) -> None:
-    """Train in OUT/<system>_tiny, and ask the model for keys in eval/ there."""
+def recall(settings: Settings, run: Path, device: str) -> None:
+    """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there."""
     from ccq.evaluate import Options, evaluate
     from ccq.train.export import load_weights
     from ccq.train.loop import train
 
-    run = settings.out / recipe_name(system, "tiny")
-    config = recall_config(settings, system, device)
+    config = recall_config(settings, run.name, device)
     with one_thread(device):
         code = train(config, run)
         if code:
@@ -192,25 +177,29 @@ def recall(settings: Settings, system: str, device: str) -> None:
             evaluate(model.to(device), None, "mqar", options, run.name)
 
 
-def try_model(settings: Settings, name: str, device: str) -> None:
-    """A shipped model on needles and on the book, in OUT/<name>."""
+def try_model(settings: Settings, out: Path, device: str) -> None:
+    """The shipped model that the folder is called after, on needles and on the book."""
     import ccq
     from ccq import shipped
-    from ccq.evaluate import DTYPES, Options, evaluate
+    from ccq.evaluate import Options, evaluate
 
-    dtype = DTYPES["bfloat16" if device.startswith("cuda") else "float32"]
+    dtype = "bfloat16" if device.startswith("cuda") else "float32"
     with quietly(settings):
-        model, tokenizer = ccq.load(str(shipped.root() / name), device=device, dtype=dtype)
+        model, tokenizer = ccq.load(str(shipped.root() / out.name), device=device, dtype=dtype)
         needles = Options(
-            out=settings.out / name, tasks=("niah_single_1", "niah_book"), lengths=settings.needle_lengths,
-            limit=settings.needle_samples, answer_tokens=settings.answer_tokens, keys="odd",
-        )  # fmt: skip
-        evaluate(model, tokenizer, "niah", needles, name)
-        lengths = Options(out=settings.out / name, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
-        evaluate(model, tokenizer, "length", lengths, name)
+            out=out,
+            tasks=("niah_single_1", "niah_book"),
+            lengths=settings.needle_lengths,
+            limit=settings.needle_samples,
+            answer_tokens=settings.answer_tokens,
+            keys="odd",
+        )
+        evaluate(model, tokenizer, "niah", needles, out.name)
+        lengths = Options(out=out, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
+        evaluate(model, tokenizer, "length", lengths, out.name)
 
 
-def alignment(settings: Settings, device: str) -> None:
+def alignment(settings: Settings, out: Path, device: str) -> None:
     from ccq import shipped
     from ccq.analysis import alignment as analysis
 
@@ -218,7 +207,7 @@ def alignment(settings: Settings, device: str) -> None:
     if settings.sentences is not None:
         arguments += ["--sentences", str(settings.sentences)]
     with quietly(settings):
-        analysis.main([*arguments, "--out", str(settings.out / "alignment")])
+        analysis.main([*arguments, "--out", str(out)])
 
 
 class Stopped(Exception):
@@ -290,7 +279,8 @@ def run(settings: Settings, fresh: bool = False) -> int:
             for name in [*record.steps, "report", STATE, LOG]:  # what this wrote, and nothing else
                 remove(out / name)
             record = Record(out / STATE)
-        console.print(where_it_runs(settings.device or best_device()))
+        device = settings.device or best_device()
+        console.print(where_it_runs(device))
         left = sum(step.seconds for step in steps if not record.finished(step))
         if not any(step.folder in TRIO for step in steps):
             console.print(
@@ -301,9 +291,9 @@ def run(settings: Settings, fresh: bool = False) -> int:
             if record.finished(step):
                 console.print(f"{head}: finished before", style="dim", markup=False, soft_wrap=True)
                 continue
-            so_far = clock(time.perf_counter() - begin)
+            so_far = duration(time.perf_counter() - begin)
             console.print(
-                f"{head} ({so_far} so far, about {clock(left)} to go on two cores)",
+                f"{head} ({so_far} so far, about {duration(max(0, left))} to go on two cores)",
                 style="bold",
                 markup=False,
                 soft_wrap=True,
@@ -311,7 +301,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
             if record.differs(step):
                 remove(settings.out / step.folder)  # before the record says that what lies there is this step's
             record.note(step, finished=False)
-            step.make()
+            step.make(settings, out / step.folder, device)
             record.note(step, finished=True)
             if got:
                 raise KeyboardInterrupt
@@ -320,7 +310,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         page = write_report(settings, steps)
         show(settings, steps, console)
     console.print(f"\nThe page: {page.resolve()}", soft_wrap=True, markup=False)
-    console.print(f"{clock(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.", markup=False)
+    console.print(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.", markup=False)
     return 0
 
 
@@ -336,19 +326,8 @@ def where_it_runs(device: str) -> str:
 
     if device.startswith("cuda"):
         return f"Using the GPU: {torch.cuda.get_device_name(device)}."
-    return (
-        f"No GPU is used: {os.cpu_count()} CPU cores."
-        if torch.cuda.is_available()
-        else (f"No GPU here: using the CPU, {os.cpu_count()} cores.")
-    )
-
-
-def clock(seconds: float) -> str:
-    """
-    >>> clock(75)
-    '1:15'
-    """
-    return "{}:{:02}".format(*divmod(round(max(0.0, seconds)), 60))
+    used = "No GPU is used:" if torch.cuda.is_available() else "No GPU here: using the CPU,"
+    return f"{used} {os.cpu_count()} cores."
 
 
 def write_report(settings: Settings, steps: list[Step]) -> Path:
@@ -388,20 +367,12 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
 
 def show(settings: Settings, steps: list[Step], console: Any) -> None:
     """The numbers in short, and what may be concluded from them."""
-    from rich import box
-    from rich.table import Table
 
     def scores(folder: str, file: str) -> dict:
         return json.loads((settings.out / folder / file).read_text())["scores"]
 
     def table(title: str, rows: dict[str, list[str]], headings: list[str]) -> None:
-        made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        made.add_column("")
-        for heading in headings:
-            made.add_column(heading, justify="right", no_wrap=True)
-        for label, cells in rows.items():
-            made.add_row(label, *cells)
-        console.print(made)
+        tables.show(("", *headings), ((label, *cells) for label, cells in rows.items()), title)
 
     slices = [f"{length}-{pairs}" for length, pairs, _ in settings.recall]
     rows = {}
@@ -454,10 +425,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is drawn and trained (%(default)s)")
     parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
     options = parser.parse_args(argv)
-    from ccq.evaluate import check_device
-    from ccq.evaluate.errors import EvaluationError
-    from ccq.train import RunError
-
     try:
         if options.device:
             check_device(options.device)
@@ -465,6 +432,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Stopped) as stopped:
         print("\nStopped. The same command goes on from here.", file=sys.stderr)
         return getattr(stopped, "code", 130)
-    except (RunError, EvaluationError, OSError) as error:
-        print(f"ccq demo: {error}", file=sys.stderr)
-        return 1

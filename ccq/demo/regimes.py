@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import ccq
+from ccq import tables
 
 T, K = 512, 64
 NEEDLE = 170  # where the needle is stored
@@ -160,24 +161,19 @@ def draw(result: Result, folder: Path) -> None:
 def show(result: Result, backend: str) -> None:
     """The table, and what may and may not be concluded from it."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     console.print(
         f"{T} unit keys of size {K}, one of them the needle; q_clean = q - lam * Sigma q, read as k . q_clean"
     )
     console.print(f"Sigma's largest eigenvalues: {', '.join(f'{v:.3f}' for v in result.spectrum[0, :4].tolist())}")
-    table = Table(title="needle minus best distractor (rank of the needle)")
-    table.add_column("lam", justify="right")
-    for title in REGIMES.values():
-        table.add_column(title, justify="right")
+    rows = []
     for lam in SHOWN:
-        cells = []
-        for r in range(len(REGIMES)):
-            margin, rank = float(result.margin[r, LAM.index(lam)]), int(result.rank[r, LAM.index(lam)])
-            cells.append(f"[{'bold' if rank == 1 else 'dim'}]{margin:+.3f} ({rank})[/]")
-        table.add_row(f"{lam:g}", *cells)
-    console.print(table)
+        pairs = zip(result.margin[:, LAM.index(lam)].tolist(), result.rank[:, LAM.index(lam)].tolist(), strict=True)
+        cells = [f"[{'bold' if rank == 1 else 'dim'}]{margin:+.3f} ({rank})[/]" for margin, rank in pairs]
+        rows.append((f"{lam:g}", *cells))
+    title = "needle minus best distractor (rank of the needle)"
+    tables.show(("lam", *REGIMES.values()), rows, title, left=0)
     console.print(
         "This is a constructed example. It shows the mechanism, and the first column is the regime it is made for. In "
         "the second cleaning does harm, in the third it does nothing: what it is worth in a model depends on which of "

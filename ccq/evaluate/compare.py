@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,30 +13,35 @@ import numpy as np
 
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.results import write_json
-from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, is_proportion, redrawn, resampled, student, value, values
+from ccq.evaluate.statistics import (
+    LEAST_UNITS,
+    Z,
+    by_unit,
+    grouped,
+    is_proportion,
+    redrawn,
+    resampled,
+    student,
+    value,
+    values,
+)
+from ccq.files import read_json, stored, write_json
 
 
 def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
     """{suite: (result, {group: sample rows})} of a folder that `ccq eval` wrote."""
     found = {}
     for path in sorted(run.glob("*.json")):
-        try:
-            result = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise EvaluationError(f"{path} is damaged ({error}): expected a result of `ccq eval`") from error
+        result = read_json(path, EvaluationError, "a result of `ccq eval`")
         if not isinstance(result, dict) or not {"suite", "scores", "samples"} <= result.keys():
             continue
         lines = path.with_suffix(".jsonl")
-        if not lines.exists():
+        if stored(lines) is None:
             raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
-        groups: dict[str, list[dict]] = {}
         rows = sources.rows(lines, ["id", "group", "score"])
         if len(rows) != (count := result["samples"].get("count", len(rows))):
             raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
-        for row in rows:
-            groups.setdefault(row["group"], []).append(row)
-        found[result["suite"]] = (result, groups)
+        found[result["suite"]] = (result, grouped(rows))
     if not found:
         raise EvaluationError(f"{run} has no results: expected a folder that `ccq eval --out` wrote")
     return found
@@ -205,11 +208,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
         parser.error("RUN: two folders or more are compared, got one")
-    try:
-        result = compare(arguments.runs, arguments.suite)
-    except EvaluationError as error:
-        print(f"ccq compare: {error}", file=sys.stderr)
-        return 1
+    result = compare(arguments.runs, arguments.suite)
     print(shown(result))
     if arguments.out:
         write_json(arguments.out, result)

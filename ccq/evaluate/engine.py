@@ -230,13 +230,8 @@ class Engine:
                 targets.append(x[where + 1])
             nll, right = self.losses(states, torch.cat(rows), torch.cat(columns), torch.cat(targets))
             counts = [len(x) for x in targets]
-            for row, (part, hit) in enumerate(zip(nll.split(counts), right.split(counts), strict=True)):
-                losses[row].append(part)
-                greedy[row] &= bool(hit.all())
-        return [
-            (request, {"nll": segments(torch.cat(losses[row]), request), "greedy": greedy[row]})
-            for row, request in enumerate(batch)
-        ]
+            add_losses(losses, greedy, nll.split(counts), right.split(counts))
+        return scored(batch, losses, greedy)
 
     def _score_shared(self, asked: RequestSet, groups: list[list[Request]]) -> list[tuple[Request, dict]]:
         """Each context once, then its continuations from the cache, expanded."""
@@ -258,13 +253,8 @@ class Engine:
             rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
             columns = torch.cat([torch.arange(n) for n in counts])
             nll, right = self.losses(states, rows, columns, torch.cat([x[1:] for x in continuations]))
-            for row, (part, hit) in enumerate(zip(nll.split(counts), right.split(counts), strict=True)):
-                losses[row].append(part)
-                greedy[row] &= bool(hit.all())
-        return [
-            (request, {"nll": segments(torch.cat(losses[row]), request), "greedy": greedy[row]})
-            for row, request in enumerate(batch)
-        ]
+            add_losses(losses, greedy, nll.split(counts), right.split(counts))
+        return scored(batch, losses, greedy)
 
     def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
         """The body's states [B, T, D] (logits where model and head do not part), and the cache if `keep`."""
@@ -351,6 +341,18 @@ def plain_generation(model: Any) -> Iterator[None]:
 def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
     """The tokens before the first stop token."""
     return next((tokens[:at] for at, token in enumerate(tokens) if token in stop), tokens)
+
+
+def add_losses(losses: list[list[Tensor]], greedy: list[bool], nll: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+    """More losses of each row, and whether these too are of the likeliest tokens."""
+    for row, (part, hit) in enumerate(zip(nll, right, strict=True)):
+        losses[row].append(part)
+        greedy[row] &= bool(hit.all())
+
+
+def scored(batch: list[Request], losses: list[list[Tensor]], greedy: list[bool]) -> list[tuple[Request, dict]]:
+    rows = zip(batch, losses, greedy, strict=True)
+    return [(request, {"nll": segments(torch.cat(mine), request), "greedy": best}) for request, mine, best in rows]
 
 
 def segments(losses: Tensor, request: Request) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ccq.errors import UserError
 
-class EvaluationError(Exception):
+
+class EvaluationError(UserError):
     """Something is missing, damaged or does not fit; the message names it and what was expected."""

@@ -6,78 +6,47 @@ With `--data DIR` a task's definition is the harness's own; only where its docum
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ccq.evaluate import sources
+from ccq.evaluate.engine import PREFILLS
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, Request, RequestSet
 from ccq.evaluate.statistics import average, summary
+from ccq.evaluate.suite import Option, Suite, max_lengths_option
 
-# name: (the harness's file, split, data file, its fields, {group: (metric, aggregate)})
-TASKS: dict[str, tuple[str, str, str, list[str], dict[str, tuple[str, str]]]] = {
-    "piqa": ("piqa/piqa", "validation", "piqa_val", ["goal", "sol1", "sol2", "label"], {"": ("acc", "mean")}),
-    "hellaswag": (
-        "hellaswag/hellaswag",
-        "validation",
-        "hellaswag_val",
-        ["activity_label", "ctx_a", "ctx_b", "endings", "label"],
-        {"": ("acc_norm", "mean")},
+
+class Task(NamedTuple):
+    file: str  # the harness's
+    split: str
+    stem: str  # of the data file
+    fields: str
+    groups: dict[str, tuple[str, str]]  # {group: (metric, aggregate)}
+
+
+ACC, NORM = {"": ("acc", "mean")}, {"": ("acc_norm", "mean")}
+LAMBADA = ACC | {"/perplexity": ("perplexity", "perplexity")}
+WIKITEXT = {"/word_perplexity": ("word_perplexity", "perplexity")}
+TASKS = {
+    "piqa": Task("piqa/piqa", "validation", "piqa_val", "goal sol1 sol2 label", ACC),
+    "hellaswag": Task(
+        "hellaswag/hellaswag", "validation", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM
     ),
-    "winogrande": (
-        "winogrande/default",
-        "validation",
-        "winogrande_xl_val",
-        ["sentence", "option1", "option2", "answer"],
-        {"": ("acc", "mean")},
+    "winogrande": Task("winogrande/default", "validation", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
+    "arc_easy": Task("arc/arc_easy", "test", "arc_easy_test", "question choices answerKey", NORM),
+    "arc_challenge": Task("arc/arc_challenge", "test", "arc_challenge_test", "question choices answerKey", NORM),
+    "social_iqa": Task(
+        "siqa/siqa", "validation", "social_iqa_val", "context question answerA answerB answerC label", ACC
     ),
-    "arc_easy": (
-        "arc/arc_easy",
-        "test",
-        "arc_easy_test",
-        ["question", "choices", "answerKey"],
-        {"": ("acc_norm", "mean")},
-    ),
-    "arc_challenge": (
-        "arc/arc_challenge",
-        "test",
-        "arc_challenge_test",
-        ["question", "choices", "answerKey"],
-        {"": ("acc_norm", "mean")},
-    ),
-    "social_iqa": (
-        "siqa/siqa",
-        "validation",
-        "social_iqa_val",
-        ["context", "question", "answerA", "answerB", "answerC", "label"],
-        {"": ("acc", "mean")},
-    ),
-    "boolq": (
-        "super_glue/boolq/default",
-        "validation",
-        "boolq_val",
-        ["passage", "question", "label"],
-        {"": ("acc", "mean")},
-    ),
-    "lambada_openai": (
-        "lambada/lambada_openai",
-        "test",
-        "lambada_openai_test",
-        ["text"],
-        {"": ("acc", "mean"), "/perplexity": ("perplexity", "perplexity")},
-    ),
-    "wikitext": (
-        "wikitext/wikitext",
-        "test",
-        "wikitext2_raw_test_pages",
-        ["page"],
-        {"/word_perplexity": ("word_perplexity", "perplexity")},
-    ),
+    "boolq": Task("super_glue/boolq/default", "validation", "boolq_val", "passage question label", ACC),
+    "lambada_openai": Task("lambada/lambada_openai", "test", "lambada_openai_test", "text", LAMBADA),
+    "wikitext": Task("wikitext/wikitext", "test", "wikitext2_raw_test_pages", "page", WIKITEXT),
 }
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
@@ -158,7 +127,7 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 
     configs = []
     for name in names:
-        file, split, stem, fields, _ = TASKS[name]
+        file, split, stem, fields = *TASKS[name][:3], TASKS[name].fields.split()
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
@@ -208,13 +177,8 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
             limit=options.limit,
             bootstrap_iters=0,
         )
-    except (EvaluationError, ModuleNotFoundError):
-        raise
-    except (OSError, ConnectionError) as error:
-        raise EvaluationError(
-            f"the lm tasks could not be loaded from the Hub ({str(error).splitlines()[0][:200]}). "
-            "Without a network, give the data with --data DIR"
-        ) from error
+    except OSError as error:  # ConnectionError is one
+        raise sources.not_on_hub("the lm tasks", error) from error
     finally:
         evaluator.get_git_commit_hash = asks_git
         if not bars:
@@ -270,7 +234,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
                 f"--{option}: expected {', '.join(map(str, made))}, which the request file was made with, got "
                 f"{', '.join(map(str, given))}. Make it again with --stage requests"
             )
-    options = dataclasses.replace(options, limit=asked.settings["limit"])
+    options = options.but(limit=asked.settings["limit"])
     known = {asked.key(request): answer for request, answer in zip(asked.requests, answers, strict=True)}
 
     def look_up(questions: list[Tokens]) -> list[tuple[float, bool]]:
@@ -292,7 +256,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     scores: dict[str, dict] = {}
     for task, samples in told["samples"].items():
         name, _, length = task.rpartition("_") if task.startswith("wikitext_") else (task, "", "")
-        for suffix, (metric, aggregate) in TASKS[name][4].items():
+        for suffix, (metric, aggregate) in TASKS[name].groups.items():
             group = f"{name}{'/' + length if length else ''}{suffix}"
             mine = []
             for sample in samples:
@@ -315,3 +279,19 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     if set(AVERAGE) <= groups.keys():
         scores["average"] = average({name: groups[name] for name in AVERAGE})
     return rows, scores
+
+
+SUITE = Suite(
+    name="lm",
+    help="lm-evaluation-harness: seven zero-shot tasks, LAMBADA, WikiText",
+    build=build,
+    metrics=metrics,
+    options=(
+        max_lengths_option(MAX_LENGTHS),
+        Option("prefill", "contexts with several continuations", choices=PREFILLS, default="auto"),
+    ),
+    tasks=tuple(TASKS),
+    data=tuple(task.stem for task in TASKS.values()),
+    packages=("lm_eval", "datasets"),
+    axis=1,
+)

@@ -20,7 +20,8 @@ import numpy as np
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, Request, RequestSet
-from ccq.evaluate.statistics import LEAST_UNITS, summary
+from ccq.evaluate.statistics import LEAST_UNITS, grouped, summary
+from ccq.evaluate.suite import Option, Suite, lengths_option, positive
 from ccq.shipped import book
 
 CORPORA = {  # name: file
@@ -160,10 +161,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
             row: dict = {"id": f"{request.id}/{document}", "group": group, "unit": document, "window": int(number)}
             rows.append({**row, "score": nll, "weight": count, "output": nll / count})
     scores: dict[str, dict] = {}
-    grouped: dict[str, list[dict]] = {}
-    for row in rows:
-        grouped.setdefault(row["group"], []).append(row)
-    for group, mine in grouped.items():
+    for group, mine in grouped(rows).items():
         score = summary(mine, "perplexity")
         score["n"] = windows = len({row["window"] for row in mine})
         few = windows < FEW or score["units"] < LEAST_UNITS
@@ -175,3 +173,18 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
                 for block, (total, count) in sorted(blocks.items())
             ]
     return rows, scores
+
+
+SUITE = Suite(
+    name="length",
+    help="perplexity past the training length, on long documents",
+    build=build,
+    metrics=metrics,
+    options=(
+        lengths_option(f"{LENGTHS[0]} to {LENGTHS[-1]}"),
+        Option("tokens", "of each corpus at most so many, from its start", positive),
+    ),
+    tasks=KNOWN,
+    data=tuple(CORPORA.values()),
+    axis=3,
+)

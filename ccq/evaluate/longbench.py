@@ -22,7 +22,8 @@ from pathlib import Path
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
-from ccq.evaluate.statistics import average, summary
+from ccq.evaluate.statistics import average, grouped, summary
+from ccq.evaluate.suite import Suite, max_lengths_option
 
 FIELDS = ["input", "context", "answers", "all_classes", "dataset"]
 MAX_LENGTHS = (8192, 4096)  # prompt and output together; the paper does not say which it took
@@ -228,11 +229,21 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         result = score(meta["task"], output, meta["answers"], meta["classes"])
         group = f"{meta['task']}/{meta['max_length']}"
         rows.append({"id": request.id, "group": group, "output": output, "score": result})
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
+    groups = grouped(rows)
     scores = {name: summary(mine) for name, mine in groups.items()}
     for limit in asked.settings["max_lengths"]:
         mine = {name: group for name, group in groups.items() if name.endswith(f"/{limit}")}
         scores[f"average/{limit}"] = average(mine)
     return rows, scores
+
+
+SUITE = Suite(
+    name="longbench",
+    help="LongBench, the 14 English tasks",
+    build=build,
+    metrics=metrics,
+    options=(max_lengths_option(MAX_LENGTHS),),
+    tasks=tuple(PROMPTS),
+    data=("longbench_TASK", "minilongbench_en14"),
+    axis=4,
+)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import argparse
 from typing import Any
 
 import numpy as np
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
-from ccq.evaluate.statistics import average, summary
+from ccq.evaluate.statistics import average, grouped, summary
+from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 
 VOCABULARY, SAMPLES = 8192, 1000  # zoology's
 
@@ -21,7 +22,21 @@ def as_trained(options: Any, config: Any) -> Any:
         return options
     slices = tuple((length, pairs, SAMPLES) for length, pairs in told["slices"])
     vocabulary = options.recall_vocab_size or told["vocab_size"]
-    return replace(options, slices=options.slices or slices, recall_vocab_size=vocabulary)
+    return options.but(slices=options.slices or slices, recall_vocab_size=vocabulary)
+
+
+def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
+    """
+    >>> recall_slices("64x4x1000,128x8x500")
+    ((64, 4, 1000), (128, 8, 500))
+    """
+    try:
+        slices = tuple(tuple(int(number) for number in part.split("x")) for part in text.split(","))
+    except ValueError:
+        slices = ()
+    if not slices or any(len(part) != 3 or min(part) < 1 for part in slices):
+        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES with commas between, got {text!r}")
+    return slices
 
 
 def build(options, tokenizer) -> RequestSet:
@@ -60,8 +75,24 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         rows.append(
             {"id": request.id, "group": group, "output": answer["tokens"], "score": sum(right), "weight": len(right)}
         )
-    groups = {name: [row for row in rows if row["group"] == name] for name in dict.fromkeys(r["group"] for r in rows)}
+    groups = grouped(rows)
     scores = {name: summary(mine) for name, mine in groups.items()}
     if len(groups) > 1:
         scores["average"] = average(groups)
     return rows, scores
+
+
+SUITE = Suite(
+    name="mqar",
+    help="multi-query associative recall, zoology's test slices",
+    build=build,
+    metrics=metrics,
+    options=(
+        lengths_option("all"),
+        Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices),
+        Option("recall_vocab_size", f"of the samples (default: the model's own, else {VOCABULARY})", positive),
+        SEED,
+    ),
+    text=False,
+    as_trained=as_trained,
+)

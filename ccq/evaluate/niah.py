@@ -30,7 +30,8 @@ from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
 from ccq.evaluate.results import tokenizer_hash, write_rows
-from ccq.evaluate.statistics import summary
+from ccq.evaluate.statistics import grouped, summary
+from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 from ccq.shipped import book
 
 TASKS = {  # name: (haystack, values)
@@ -439,11 +440,29 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         score = match(output, request.meta["answer"])
         rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
     scores = {}
-    for group in dict.fromkeys(row["group"] for row in rows):
-        mine = [row for row in rows if row["group"] == group]
+    for group, mine in grouped(rows).items():
         bins: dict[int, list[dict]] = {}
         for row in mine:
             bins.setdefault(min(9, int(row["depth"] // 10)), []).append(row)
         by_depth = {f"{10 * at}-{10 * at + 10}%": summary(bins[at]) for at in sorted(bins)}
         scores[group] = {**summary(mine), "by_depth": by_depth}
     return rows, scores
+
+
+SUITE = Suite(
+    name="niah",
+    help="RULER's single needles: niah_single_1, 2 and 3",
+    build=build,
+    metrics=metrics,
+    options=(
+        lengths_option(",".join(map(str, LENGTHS))),
+        Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
+        Option("sizing", "how large the haystack is", choices=SIZINGS, default="largest"),
+        Option("keys", "'odd' takes those that training never saw", choices=KEYS, default="all"),
+        SEED,
+    ),
+    tasks=tuple(KNOWN),
+    data=("PaulGrahamEssays", "nltk_data"),
+    packages=("wonderwords",),
+    axis=2,
+)

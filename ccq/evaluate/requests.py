@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ccq.evaluate.errors import EvaluationError
+from ccq.files import whole_file
 
 FORMAT = 1
 
@@ -85,11 +85,8 @@ class RequestSet:
             "origin": self.origin,
             "requests": [lean(request) for request in self.requests],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with whole_file(path) as file:
             np.savez_compressed(file, tokens=self.tokens, header=np.frombuffer(json.dumps(header).encode(), np.uint8))
-        os.replace(partial, path)
 
     @classmethod
     def load(cls, path: Path) -> RequestSet:

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from ccq.data.shards import write_atomically
 from ccq.evaluate.errors import EvaluationError
+from ccq.files import whole_file
+from ccq.names import duration
 from ccq.systems import OFF, UNCHANGED, Identity
 
 # of a config: what says where a model came from, not what it computes
@@ -85,19 +86,10 @@ def tokenizer_hash(tokenizer) -> str | None:
     return hashlib.sha256(f"{rules}\n{special}\n{probe}".encode()).hexdigest()
 
 
-def write_json(path: Path, content: dict) -> None:
-    """All of it or none of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, f"{json.dumps(content, indent=1, allow_nan=True)}\n".encode())
-
-
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
 
 def read_result(out: Path, suite: str) -> dict | None:
@@ -183,15 +175,3 @@ class Progress:
             )
             end = "\r" if self.live and self.done < self.total else "\n"
             print(f"{text:<79}", end=end, file=self.file, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(75), duration(7300)
-    ('1:15', '2:01:40')
-    """
-    if not seconds < 1e7:
-        return "?"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -3,13 +3,13 @@ is named, with what it should be."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ccq.data import zst
 from ccq.evaluate.errors import EvaluationError
+from ccq.files import open_text
+from ccq.names import first_line
 
 ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
 
@@ -27,12 +27,6 @@ def find(folder: Path, name: str, fields: Sequence[str]) -> Path:
 
 def exists(folder: Path, name: str) -> bool:
     return any((folder / (name + ending)).is_file() for ending in ENDINGS)
-
-
-def open_text(path: Path) -> io.TextIOBase:
-    if path.suffix != ".zst":
-        return path.open(encoding="utf-8")
-    return io.TextIOWrapper(zst.unpacked(path.open("rb")), encoding="utf-8")
 
 
 def rows(path: Path, fields: Sequence[str]) -> list[dict]:
@@ -69,10 +63,14 @@ def from_hub(what: str, load: Callable[[], list]) -> list:
     except (EvaluationError, ModuleNotFoundError):
         raise
     except Exception as error:
-        raise EvaluationError(
-            f"{what} could not be loaded from the Hub ({type(error).__name__}: {str(error).splitlines()[0][:200]}). "
-            "Without a network, give the data with --data DIR"
-        ) from error
+        raise not_on_hub(what, error) from error
+
+
+def not_on_hub(what: str, error: Exception) -> EvaluationError:
+    return EvaluationError(
+        f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
+        "Without a network, give the data with --data DIR"
+    )
 
 
 def longbench_archive(task: str) -> list[dict]:

@@ -46,6 +46,14 @@ def student(freedom: int) -> float:
     return z + first / v + second / v**2 + third / v**3
 
 
+def grouped(rows: Sequence[dict]) -> dict[str, list[dict]]:
+    """Sample rows by their group, in order."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    return groups
+
+
 def is_proportion(rows: Sequence[dict], aggregate: str) -> bool:
     """Whether a score is a share of samples, each right or wrong and drawn by itself."""
     return aggregate == "mean" and all(

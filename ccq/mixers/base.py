@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.ops.reference import stats_dtype
 
 if TYPE_CHECKING:

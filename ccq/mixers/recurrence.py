@@ -32,9 +32,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ccq.names import nearest
 from ccq.ops.checks import check_borders
 from ccq.ops.chunk import exact_matmul
-from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError, nearest
+from ccq.ops.dispatch import BackendFallbackWarning, BackendUnavailableError
 from ccq.ops.reference import no_autocast, stats_dtype
 
 CHUNK = 64  # C, a power of two

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ccq.mixers import MIXERS
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.systems import SIZES, SYSTEMS, differing, in_words
 
 CHOICES = {

@@ -6,13 +6,13 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
+from transformers import TextStreamer
 
-from ccq.shipped import locate
+from ccq.doctor import best_device, check_cpu_bf16, check_device
+from ccq.pretrained import load
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this weight")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(here: %(default)s)")
+    parser.add_argument("--device", default=best_device(), help="(here: %(default)s)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     arguments = parser.parse_args(argv)
     for name, wrong, what in (
@@ -39,16 +39,15 @@ def main(argv: Sequence[str]) -> int:
         if wrong:
             parser.error(f"--{name}: expected {what}")
 
-    from ccq.doctor import check_cpu_bf16
-    from ccq.evaluate import check_device
-    from ccq.evaluate.errors import EvaluationError
-
     try:
         check_device(arguments.device)
         check_cpu_bf16(arguments.device, arguments.dtype)
-    except (EvaluationError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    tokenizer, model = load(arguments.model, arguments.device, arguments.dtype)
+    dtype = arguments.dtype
+    if dtype == "auto" and arguments.device == "cpu":
+        dtype = "float32"  # checkpoints are bf16, to be small, and CPUs are slow in it where they can compute it at all
+    model, tokenizer = load(arguments.model, device=arguments.device, dtype=dtype)
     ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(arguments.device)
     if ids.shape[1] == 0:
         parser.error("--prompt: expected some text to go on from; the tokenizer makes no token of it")
@@ -77,30 +76,3 @@ def main(argv: Sequence[str]) -> int:
     added = output.shape[1] - ids.shape[1]
     print(f"{added} tokens in {seconds:.1f} s on {arguments.device}: {added / seconds:.0f} a second", file=sys.stderr)
     return 0
-
-
-def load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """The tokenizer and the model that ship under that name, lie in that folder, or have that name on the Hub."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"{name}: there is no such folder")
-    given, name = name, locate(name)
-    if dtype == "auto" and device == "cpu":
-        dtype = "float32"  # checkpoints are bf16, to be small, and CPUs are slow in it where they can compute it at all
-    folder = Path(name).expanduser()
-    if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    elif folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
-        raise FileNotFoundError(f"{given}: there is no tokenizer in this folder; a model of recall reads no text")
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            if folder.is_dir():
-                raise
-            line = (str(error).strip() or "?").splitlines()[0]
-            raise FileNotFoundError(
-                f"there is no folder {given}, and no such model was found on the Hub ({line})"
-            ) from error
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return tokenizer, model.to(device).eval()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ccq import tables
 from ccq.mixers import QueryCleaner
 from ccq.model.config import CCQConfig
 from ccq.model.decoder import CCQForCausalLM
@@ -113,36 +114,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(rows: list[tuple[str, Info]], length: int, batch: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     tokens = batch * length
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    for heading in ("model", "layers", "width", "body", "embeddings", "state", "FLOP a token", "to train"):
-        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
-    for header in ("weights, optimizer", "activations", "in all"):
-        table.add_column(header, justify="right")
+    columns = ("model", "layers", "width", "body", "embeddings", "state", "FLOP a token", "to train",
+               "weights, optimizer", "activations", "in all")  # fmt: skip
+    shown = []
     for name, x in rows:
-        fixed = x.training_bytes(0)
-        table.add_row(
-            name,
-            str(x.config.num_hidden_layers),
-            str(x.config.hidden_size),
-            count(x.body),
-            count(x.embedding),
-            size(x.state_bytes),
-            count(x.forward_flops),
-            count(x.train_flops),
-            size(fixed),
-            size(x.training_bytes(tokens) - fixed),
-            size(x.training_bytes(tokens)),
-        )
-    console = Console()
-    if console.width < 150 and not console.is_terminal:
-        console = Console(width=150)  # a pipe has no width to keep to
-    console.print(table)
-    console.print(
+        config, fixed, all_bytes = x.config, x.training_bytes(0), x.training_bytes(tokens)
+        counts = (count(x.body), count(x.embedding), size(x.state_bytes), count(x.forward_flops), count(x.train_flops))
+        memory = (size(fixed), size(all_bytes - fixed), size(all_bytes))
+        shown.append((name, config.num_hidden_layers, config.hidden_size, *counts, *memory))
+    tables.show(columns, shown, width=150)
+    print(
         f"State: of one sequence of {length:,} tokens, recurrent and covariance fp32, the rest bf16. Memory to train: "
         f"{batch} x {length:,} tokens on one GPU,\nfp32 weights, gradients and AdamW moments, and weights in bf16 "
         f"({WEIGHT_BYTES + OPTIMIZER_BYTES} bytes a parameter), bf16 activations without checkpointing:\n"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ccq.ops.dispatch import check_backend, nearest
+from ccq.names import nearest
+from ccq.ops.dispatch import check_backend
 from ccq.ops.reference import stats_dtype
 from ccq.ops.state import CovarianceState
 

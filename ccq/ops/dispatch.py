@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import os
@@ -10,6 +9,8 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+
+from ccq.names import nearest
 
 NAMES = ("reference", "chunk", "triton")
 LARGEST_KEY = 256  # what the Triton kernels hold of a key
@@ -42,12 +43,6 @@ _WHAT = {
     "chunk": "chunkwise PyTorch, any device",
     "triton": "fused kernels",
 }
-
-
-def nearest(name: object, known: tuple[str, ...]) -> str:
-    """' Did you mean ...?' for a name that is not known."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def triton_refuses(device: torch.device, dtype: torch.dtype, key_size: int) -> str | None:

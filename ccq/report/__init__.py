@@ -13,7 +13,7 @@ def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[P
 
     `notes` stand on the page with what a reader must know before comparing.
     """
-    from ccq.data.shards import write_atomically
+    from ccq.files import write_atomically
     from ccq.report import figures, html, markdown, page
     from ccq.report.collect import collect
     from ccq.report.document import figures_of

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ccq.evaluate.statistics import student
+from ccq.files import stored
 from ccq.report.collect import Collection, Source, text_of_gate
 from ccq.report.numbers import SEEDS, Results, mean_bounds, once, scores_like, seed_differences, seed_interval
 from ccq.report.paper import HERE, Paper
@@ -254,7 +255,7 @@ def sample_difference(control: Source, source: Source, pattern: str) -> tuple[fl
     tables = []
     for each in (control, source):
         lines = each.path.with_suffix(".jsonl")
-        if not lines.exists():
+        if stored(lines) is None:
             return None
         rows: dict[str, list[dict]] = {}
         try:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ccq.files import read_text, stored
 from ccq.report.systems import System, scale_label
 from ccq.systems import UNCHANGED, WITH_CONVOLUTION, Identity
 from ccq.train import RunError
@@ -378,7 +379,7 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
         source.origins = []
         found.problems.append(f"{folder.name}/provenance.json is damaged and left out: {str(error).splitlines()[0]}.")
     log = folder / "log.jsonl"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = read_text(log, "replace").splitlines() if stored(log) else []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

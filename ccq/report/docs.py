@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.report import markdown
 from ccq.report.document import Columns, Details, Document, Table
 

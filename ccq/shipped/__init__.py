@@ -1,6 +1,7 @@
 """What ships with the package: small trained models, and a book to try them on.
 
-    NAME/            a folder that from_pretrained loads, a card (README.md), and manifest.json with all checksums
+    NAME/            weights and config, a card (README.md), and manifest.json with all checksums
+    tokenizer/       of all of them
     book.txt         the excerpt that `ccq demo` and `ccq eval --tasks book` read; book.json says what it is
 
 `ccq.load` takes the name of a shipped model, a folder, or a name on the Hub. Nothing is imported before it is called.
@@ -15,10 +16,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 HERE = Path(__file__).parent
-MANIFEST = "manifest.json"
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 
 
 class ModelError(OSError):
@@ -69,15 +70,22 @@ def sha256(path: Path) -> str:
 
 
 def seal(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Write the manifest of what lies in `folder`, with `facts` beside the checksums; what ships is sealed last."""
+    """Write the manifest of what lies in `folder`, and of the tokenizer beside it, with `facts` beside the checksums;
+    what ships is sealed last."""
+    own = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST]
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != MANIFEST
+        os.path.relpath(path, folder).replace(os.sep, "/"): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in (*own, *sorted((folder.parent / TOKENIZER).iterdir()))
     }
     content = {"name": folder.name, **facts, "files": files}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return content
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of the model in `folder` lies: there; of one that ships (or a copy of it), beside all."""
+    ships = (folder / MANIFEST).exists() and not (folder / "tokenizer.json").exists()
+    return root() / TOKENIZER if ships else folder
 
 
 def locate(name: str) -> str:
@@ -96,36 +104,6 @@ def locate(name: str) -> str:
     if close:  # else it may be a name on the Hub
         raise ModelError(f"there is no model {name!r}.{close} These ship: {', '.join(known)}.")
     return name
-
-
-def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any]:
-    """(model in eval mode, tokenizer) of a shipped model, a from_pretrained folder, or a name on the Hub.
-
-    Args:
-        name: such as "ccq-gla-pico"; `ccq.shipped.names()` has all that ship.
-        device: where the model goes.
-        dtype: of the weights, such as torch.bfloat16; by default float32, in which a CPU computes.
-
-    Raises:
-        ccq.shipped.ModelError: there is no such model, or a file of it is damaged.
-    """
-    where = locate(name)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import ccq.model  # noqa: F401 -- registers our models
-
-    what = "tokenizer"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        what = "model"
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32)
-    except (OSError, ValueError, TypeError) as error:
-        line = (str(error).strip() or "?").splitlines()[0]
-        raise ModelError(
-            f"the {what} of {name} could not be loaded: {line} These ship: {', '.join(names()) or 'none'}."
-        ) from error
-    return model.to(device).eval(), tokenizer
 
 
 def book() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ccq.errors import UserError
 
-class RunError(RuntimeError):
+
+class RunError(UserError, RuntimeError):
     """A run that cannot start or go on; the message says why, and what is left of it."""

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ccq.data.shards import write_atomically
+from ccq.files import write_json
 from ccq.train import RunError
 from ccq.train.world import World
 
@@ -117,7 +117,7 @@ class Checkpoints:
     def _seal(self, partial: Path, step: int) -> None:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         content = {"step": step, "world": self.world.size, "files": files}
-        write_atomically(partial / COMPLETE, json.dumps(content, indent=1).encode())
+        write_json(partial / COMPLETE, content)
         folder = folder_of(self.root, step)
         if folder.exists():  # damaged: else the run would have gone on from it
             self._remove(folder)

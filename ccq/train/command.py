@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ccq.data import DataError
-from ccq.ops.dispatch import nearest
-from ccq.train import RunError
+from ccq.names import nearest
 from ccq.train.config import Config
 
 
@@ -18,16 +14,9 @@ def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("train", (__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/RECIPE)")
     options, config = parse(parser, argv)
-    if config is None:
-        return 1
     from ccq.train.loop import train
 
-    try:
-        return train(config, options.run_dir or Path("runs") / options.recipe)
-    except (RunError, DataError, OSError) as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"ccq train{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
-        return 1
+    return train(config, options.run_dir or Path("runs") / options.recipe)
 
 
 def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -53,8 +42,8 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Config | None]:
-    """The options, and the recipe's config with the fields that the rest of the arguments set; None after an error."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """The options, and the recipe's config with the fields that the rest of the arguments set."""
     import tyro
 
     from ccq.recipes import RECIPES
@@ -69,8 +58,4 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     for field in fields:
         if field.startswith("--system."):
             parser.error(f"{field}: options of how a run runs are called --runtime.{field.removeprefix('--system.')}")
-    try:
-        return options, tyro.cli(Config, default=RECIPES[name](), args=fields, prog=f"{parser.prog} {options.recipe}")
-    except RunError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return options, None
+    return options, tyro.cli(Config, default=RECIPES[name](), args=fields, prog=f"{parser.prog} {options.recipe}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ccq.data.mqar import TRAIN
+from ccq.files import read_json
 from ccq.model.config import CCQConfig, recognise
 from ccq.systems import Identity
 from ccq.train import RunError
@@ -228,12 +229,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 def read(path: Path) -> Config:
     """The config that `to_json` wrote; RunError where there is none, or one with other fields."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing: expected the folder of a run of `ccq train`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+    content = read_json(path, RunError, "the folder of a run of `ccq train`")
     parts = {"model": ModelOptions, "data": Data, "optimizer": Optimizer, "runtime": Runtime, "identity": Identity}
     try:
         if "system" in content:  # what versions before 0.2 called it
@@ -249,7 +245,7 @@ def read(path: Path) -> Config:
 
 
 def tuples(value: Any) -> Any:
-    """Lists as tuples."""
+    """Lists, in which JSON has them, as the tuples that they were."""
     return tuple(tuples(x) for x in value) if isinstance(value, list) else value
 
 

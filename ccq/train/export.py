@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ccq.data.shards import whole_folder
+from ccq.files import whole_folder
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import FAILURES, folder_of, newest, problem, reason, steps_in
@@ -84,10 +84,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="of this checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they were trained)")
     options = parser.parse_args(argv)
-    try:
-        step = export(options.run, options.out, options.step, options.dtype)
-    except RunError as error:
-        print(f"ccq export: {error}", file=sys.stderr)
-        return 1
+    step = export(options.run, options.out, options.step, options.dtype)
     print(f"Wrote {options.out}: step {step} of {options.run}")
     return 0

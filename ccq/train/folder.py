@@ -9,17 +9,15 @@ provenance.json   where, when and by what it was trained: a list, one more whene
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
-import socket
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
 
-from ccq.data.shards import TokenShards, write_atomically
+from ccq import files
+from ccq.data.shards import TokenShards
+from ccq.files import read_json, write_atomically, write_json
 from ccq.provenance import provenance
 from ccq.train import RunError
 from ccq.train import config as configs
@@ -30,33 +28,9 @@ CONFIG, DATA, LOG, LOCK, CHECKPOINTS, TOKENIZER, PROVENANCE = (
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder; RunError where another process does. The system lets go of it when the process dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+") as file:
-        if not _try_lock(file):
-            file.seek(0)
-            raise RunError(f"{folder} is in use by another process: {file.read().strip() or 'unknown'}")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
-
-
-def _try_lock(file: IO) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+def locked(folder: Path) -> AbstractContextManager[None]:
+    """Hold the folder; RunError where another process does."""
+    return files.locked(folder / LOCK, RunError)
 
 
 def fingerprint(path: str | None) -> str | None:
@@ -91,21 +65,22 @@ def claim(folder: Path, config: Config) -> None:
         needles = text["needle_tokens"] / text["tokens"] if len(text) == 2 and text["tokens"] else None
         tokenizer = shards.tokenizer_folder
         if tokenizer.is_dir() and not (folder / TOKENIZER).exists():
-            copy = folder / (TOKENIZER + ".partial")
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(tokenizer, copy)
-            os.rename(copy, folder / TOKENIZER)
-    write_atomically(folder / DATA, json.dumps({**data, **text}, indent=1).encode())
+            with files.whole_folder(folder / TOKENIZER, last="tokenizer.json") as copy:
+                shutil.copytree(tokenizer, copy, dirs_exist_ok=True)
+    write_json(folder / DATA, {**data, **text})
     write_atomically(path, configs.to_json(configs.identified(config, needles)).encode())
+
+
+EXPECTED = "what the run wrote of its data"
 
 
 def read_data(path: Path) -> dict[str, str | None]:
     """Fingerprints of what the run is trained and validated on."""
+    found = read_json(path, RunError, EXPECTED)
     try:
-        found = json.loads(path.read_text())
         return {name: found[name] for name in ("path", "valid_path")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error!r}): expected what the run wrote of its data") from None
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error!r}): expected {EXPECTED}") from None
 
 
 def other_tokens(given: str | None, before: str | None) -> str:
@@ -121,4 +96,4 @@ def note_origin(folder: Path, step: int) -> None:
     path = folder / PROVENANCE
     before = json.loads(path.read_text()) if path.exists() else []
     kept = [part for part in before if part["step"] < step]  # what came after is trained again
-    write_atomically(path, json.dumps([*kept, {"step": step, **provenance()}], indent=1).encode())
+    write_json(path, [*kept, {"step": step, **provenance()}])

@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ccq.data.shards import write_atomically
+from ccq.files import finite, write_atomically
+from ccq.names import duration
 from ccq.train import folder
 from ccq.train.config import Config
 
@@ -67,7 +68,7 @@ class Log:
         """Keep what is known of a step. Lists have one number a layer; text goes to TensorBoard as text."""
         if not self.main:
             return
-        self.file.write(json.dumps({"step": step, **_finite(values)}) + "\n")
+        self.file.write(json.dumps({"step": step, **finite(values)}) + "\n")
         self.file.flush()
         if self.board is not None:
             for name, value in values.items():
@@ -84,7 +85,7 @@ class Log:
             if values.get(name) is not None
         )
         if seconds_left is not None:
-            shown += f" left {_duration(seconds_left)}"
+            shown += f" left {duration(seconds_left)}"
         if "loss" in values and self.bar is None:
             print(f"step {step}/{self.config.steps} {shown}", flush=True)
         elif "loss" in values:
@@ -120,18 +121,3 @@ def _step_of(line: str) -> float:
 
 def _mean(value: Any) -> float:
     return sum(value) / len(value) if isinstance(value, list) else value
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"

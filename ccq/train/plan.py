@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ccq.bench.results import RESULTS
+from ccq.bench.results import OWN, SHIPPED
 from ccq.bench.train import PAPER
+from ccq.files import read_json
 from ccq.model.info import ACTIVATION_BYTES, Info, info, size
 from ccq.model.loss import LOGITS
 from ccq.train import RunError
@@ -103,10 +102,10 @@ def communication(model: Info, gpus: int) -> tuple[float, str]:
 
 
 def measured() -> dict[tuple[str, str, int], Speed]:
-    """By system, size and length, from the committed results of `ccq bench train`."""
+    """By system, size and length, from results of `ccq bench train`: the user's own, then those that ship."""
     found = {}
-    for path in sorted(RESULTS.glob("train_*.json")):
-        result = json.loads(path.read_text())
+    for path in (*sorted(SHIPPED.glob("train_*.json")), *sorted(OWN.glob("train_*.json"))):
+        result = read_json(path, RunError, "a result of `ccq bench train`")
         for row in result["rows"]:
             key = (row["system"].replace("_", "-"), row["size"], row["length"])  # recipes, in older files
             found[key] = Speed(row["tokens_per_second"], f"measured on one {result.get('gpu', 'GPU')} ({path.name})")
@@ -137,16 +136,9 @@ def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("plan", (__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s); more than 8 are nodes")
     options, config = parse(parser, argv)
-    if config is None:
-        return 1
     if options.gpus < 1:
         parser.error(f"--gpus: expected at least 1, got {options.gpus}")
-    try:
-        found = plan(options.recipe, config, options.gpus)
-    except RunError as error:
-        print(f"ccq plan: {error}", file=sys.stderr)
-        return 1
-    for line in describe(found):
+    for line in describe(plan(options.recipe, config, options.gpus)):
         print(line)
     return 0
 

@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from ccq.ops.dispatch import nearest
+from ccq.files import read_json, write_atomically
+from ccq.names import first_line, nearest
 from ccq.systems import SYSTEMS
 from ccq.train import RunError
 
@@ -67,6 +67,14 @@ class Spec:
         where = f"-{changed}" * bool(changed)
         rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
         return f"{self.row}-{self.size}-lr{rate}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
+
+    @staticmethod
+    def row_of(name: str) -> str:
+        return name.partition("-")[0]
+
+    @staticmethod
+    def is_repeat(name: str) -> bool:
+        return "-r0" not in name
 
     def config(self) -> Any:
         from ccq.recipes import recipe
@@ -150,7 +158,7 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
             tests = test_data(run.config.data.valid_slices, options["test_samples"], vocabulary, device)
         found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, seen, tests)}
         found |= {"seconds": round(seconds, 2), "side_by_side": len(runs), "captured": run.captured}
-        write(out / "runs" / f"{spec.name}.json", found)
+        write_atomically(out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
         say(
             f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
             f"loss {found['curve']['loss'][-1]:.3f}, {seconds / steps * 1e3:.2f} ms a step of {len(runs)}"
@@ -162,17 +170,6 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    from ccq.data.shards import write_atomically
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(content) + "\n").encode())
 
 
 def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
@@ -292,15 +289,14 @@ def chosen_rates(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dict[str, float]:
     """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
+    expected = "what `ccq sweep --tier rows` writes: the rates are chosen there"
+    content = read_json(path, RunError, expected)
     try:
-        content = json.loads(path.read_text())
-        unfinished = {name.partition("-")[0] for name in content["missing"] if "-r0" in name}  # no repeats
+        unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
         chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
         theirs = content.get("size", size)
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing: `--tier rows` writes it, and the rates are chosen there") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is damaged ({error!r}): expected what `ccq sweep --tier rows` writes") from None
+        raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
     if size not in (None, theirs):
         raise RunError(
             f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}`, or say with "
@@ -352,8 +348,6 @@ def merge(
     }
     head = json.dumps({name: value for name, value in content.items() if name != "runs"}, indent=1)
     lines = ",\n".join(json.dumps(run) for run in runs)  # one line a run: few bytes, and a diff that says which
-    from ccq.data.shards import write_atomically
-
     write_atomically(out / f"mqar_{tier}.json", f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
     return content
 
@@ -412,20 +406,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of all recipes: --set data.batch=64"
     )
-    options = parser.parse_args(argv)
-    try:
-        return sweep(options)
-    except RunError as error:
-        print(f"ccq sweep: {error}", file=sys.stderr)
-        return 1
+    return sweep(parser.parse_args(argv))
 
 
 def sweep(options: argparse.Namespace) -> int:
-    import torch
-
-    from ccq.doctor import check_cpu_bf16
-    from ccq.evaluate import check_device
-    from ccq.evaluate.errors import EvaluationError
+    from ccq.doctor import best_device, check_cpu_bf16, check_device
     from ccq.train import folder
 
     tier, out = options.tier, options.out
@@ -461,12 +446,9 @@ def sweep(options: argparse.Namespace) -> int:
         todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
         todo = [group for group in todo if group]
         if todo:
-            try:
-                device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-                check_device(device)
-                check_cpu_bf16(device, todo[0][0].config().dtype)
-            except (EvaluationError, ValueError) as error:
-                raise RunError(str(error)) from None
+            device = options.device or best_device()
+            check_device(device)
+            check_cpu_bf16(device, todo[0][0].config().dtype)
         count, total = sum(map(len, todo)), sum(map(len, groups))
         say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")
         settings = {
@@ -511,6 +493,8 @@ def change(text: str) -> tuple[str, Any]:
     if name in OPTIONS:
         raise RunError(f"--set {name}: the runs of a sweep differ in it, give it with {OPTIONS[name]}")
     try:
+        from ccq.train.config import tuples
+
         return name, tuples(json.loads(value))
     except json.JSONDecodeError:
         return name, value

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from ccq.doctor import best_device
 from ccq.train import RunError
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class World:
 
 def pick_device(name: str | None, local_rank: int) -> torch.device:
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = best_device()
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise RunError(f"runtime.device: expected cpu, cuda or cuda:N, got {name!r}")
     if name == "cpu":

@@ -120,7 +120,7 @@ def test_an_unknown_kind_names_the_nearest(capsys):
     ("arguments", "text"),
     [
         (["alignment", "./nowhere"], "is not there"),
-        (["alignment", "./nowhere.gguf"], "expected a file in GGUF"),
+        (["alignment", "./nowhere.gguf"], "a file in GGUF"),
         (["alignment", "./nowhere", "--variants", "1"], "variants: expected 3 to 8"),
         (["gate", "--run", "./nowhere"], "is not there"),
     ],
@@ -143,4 +143,4 @@ def test_a_name_that_is_no_folder_is_said_to_be_none_first(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read when it was imported
     assert cli.main(["analyze", "alignment", "no-such-model-at-all"]) == 1
-    assert capsys.readouterr().err.startswith("ccq analyze alignment: there is no folder no-such-model-at-all, and")
+    assert capsys.readouterr().err.startswith("ccq analyze: there is no folder no-such-model-at-all, and")

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import pack
 
 from ccq.analysis import gates
 from ccq.analysis.errors import AnalysisError
@@ -86,6 +87,8 @@ def test_the_log_of_a_run_is_read_past_lines_without_lam_and_a_cut_off_end(tmp_p
     assert found["lam"] == [[0.01, 0.02], [0.03, None]]
     assert found["decay_alone"] == [0.0101, 0.0102]
     assert gates.course(tmp_path / "log.jsonl") == found
+    pack(tmp_path / "log.jsonl")
+    assert gates.course(tmp_path) == found
 
 
 def test_a_log_without_the_curve_of_decay_takes_it_from_the_config(tmp_path):

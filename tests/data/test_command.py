@@ -66,7 +66,7 @@ def test_check_names_every_damaged_shard(some_shards, capsys):
 
 def test_errors_are_one_line(tmp_path, corpus, capsys):
     for arguments, message in (
-        (["check", str(tmp_path)], "holds no index.json"),
+        (["check", str(tmp_path)], "index.json is missing"),
         (["tokenizer", str(tmp_path / "nowhere"), "--out", "x"], "nowhere does not exist"),
         (["tokenizer", "--out", "x"], "expected files or folders, or a dataset"),
         (["prepare", str(corpus), "--tokenizer", "t", "--out", "x", "--needle-forms", "note"], "need --needles SHARE"),
@@ -75,7 +75,7 @@ def test_errors_are_one_line(tmp_path, corpus, capsys):
         assert main(["data", *arguments]) == 1
         lines = capsys.readouterr().err.splitlines()
         assert message in lines[-1]
-        assert lines[-1].startswith(f"ccq data {arguments[0]}: ")
+        assert lines[-1].startswith("ccq data: ")
     with pytest.raises(SystemExit):
         main(["data", "tokenizer", str(corpus), "--out", "x", "--sample", "lots"])
     assert "expected a number as 5000, 64M or 2G" in capsys.readouterr().err

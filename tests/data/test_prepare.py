@@ -154,7 +154,7 @@ def die_at_call(function, number, before):
         ("ShardWriter.write", 40, False),  # in the middle of a shard
         ("ShardWriter.finish", 1, False),  # the shard has its name, the index does not know it
         ("ShardWriter.finish", 2, False),
-        ("write_atomically", 3, False),  # the index knows it
+        ("write_json", 3, False),  # the index knows it
         ("os.replace", 5, True),  # an index is written and has no name yet
     ],
 )
@@ -194,7 +194,7 @@ def test_it_goes_on_from_every_shard(what, tmp_path, small_pieces, monkeypatch):
     out = tmp_path / "out"
     for count in range(1, shard_count - 1, 2):  # two shards, then killed; again and again in one folder
         with monkeypatch.context() as patch:
-            patch.setattr(prepare, "write_atomically", die_at_call(prepare.write_atomically, 2 + (count == 1), False))
+            patch.setattr(prepare, "write_json", die_at_call(prepare.write_json, 2 + (count == 1), False))
             killed(lambda: prepare.prepare(what, out, workers=0))
         assert len(json.loads((out / INDEX).read_text())["shards"]) == count + 1
     prepare.prepare(what, out, workers=0)
@@ -276,7 +276,7 @@ def test_resuming_refuses_a_damaged_shard_by_name(what, tmp_path):
 
 def test_a_second_process_is_refused(what, tmp_path):
     tmp_path.mkdir(exist_ok=True)
-    with prepare.locked(tmp_path), pytest.raises(DataError, match="another process is preparing"):
+    with prepare.locked(tmp_path / ".lock", DataError), pytest.raises(DataError, match="in use by another process"):
         prepare.prepare(what, tmp_path, workers=0)
 
 

@@ -105,7 +105,7 @@ def test_shards_of_another_tokenizer_are_refused(some_shards):
 
 
 def test_no_damaged_or_unfinished_index_is_taken(some_shards, tmp_path):
-    with pytest.raises(ShardError, match=r"holds no index.json"):
+    with pytest.raises(ShardError, match=r"index.json is missing: expected a folder made by `ccq data prepare`"):
         TokenShards(tmp_path)
     path = some_shards[0] / INDEX
     index = json.loads(path.read_text())

@@ -29,11 +29,11 @@ def make_trio(root: Path) -> Path:
         ),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>")
+    tokenizer.save_pretrained(root / shipped.TOKENIZER)
     for name in TRIO:
         torch.manual_seed(0)
         config = CCQConfig.preset(name.replace("pico", "tiny"), vocab_size=1000, eos_token_id=0)
         CCQForCausalLM(config).to(torch.bfloat16).save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
         (root / name / "README.md").write_text(f"# {name}\n")
         shipped.seal(root / name, steps=0)
     return root

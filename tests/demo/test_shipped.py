@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 import ccq
 from ccq import shipped
 from ccq.cli import main
-from ccq.evaluate import load
-from ccq.evaluate.errors import EvaluationError
+from ccq.pretrained import load_model
 
 
 def test_load_gives_the_weights_and_the_tokenizer_that_lie_there(ships, no_network):
@@ -53,10 +52,10 @@ def test_a_folder_of_results_does_not_hide_a_model(ships, tmp_path, monkeypatch)
     (tmp_path / "gla-pico").mkdir()
     monkeypatch.chdir(tmp_path)
     assert shipped.locate("gla-pico") == str(ships / "gla-pico")
-    assert load("gla-pico", "cpu", torch.float32, None)[0] is not None
+    assert load_model("gla-pico") is not None
     (tmp_path / "other").mkdir()
-    with pytest.raises(EvaluationError, match="other has no config"):
-        load("other", "cpu", torch.float32, None)
+    with pytest.raises(shipped.ModelError, match="other has no config"):
+        load_model("other")
 
 
 def test_names_are_those_with_a_manifest(ships):
@@ -81,13 +80,13 @@ def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", missing)
     with pytest.raises(
-        shipped.ModelError, match=r"tokenizer of nothing-like-it could not be loaded: .* These ship: cc"
+        shipped.ModelError, match=r"tokenizer of nothing-like-it could not be loaded .* a model that ships \(cc"
     ):
         ccq.load("nothing-like-it")
 
 
 def test_a_folder_that_holds_no_model_is_named(trio, tmp_path):
-    with pytest.raises(shipped.ModelError, match=f"the tokenizer of {tmp_path} could not be loaded"):
+    with pytest.raises(shipped.ModelError, match=f"{tmp_path} has no tokenizer"):
         ccq.load(str(tmp_path))
     folder = tmp_path / "model"
     shutil.copytree(trio / "ccq-gla-pico", folder)
@@ -96,10 +95,11 @@ def test_a_folder_that_holds_no_model_is_named(trio, tmp_path):
         ccq.load(str(folder))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "../tokenizer/tokenizer.json", "config.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_damage_is_named(trio, tmp_path, monkeypatch, file, damage):
-    shutil.copytree(trio / "ccq-gla-pico", tmp_path / "ccq-gla-pico")
+    for name in ("ccq-gla-pico", shipped.TOKENIZER):
+        shutil.copytree(trio / name, tmp_path / name)
     monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path))
     path = tmp_path / "ccq-gla-pico" / file
     content = bytearray(path.read_bytes())
@@ -128,7 +128,9 @@ def test_seal_lists_every_file_with_its_hash(trio):
     folder = trio / "gla-pico"
     told = json.loads((folder / shipped.MANIFEST).read_text())
     assert told["steps"] == 0
-    assert told["files"].keys() == {path.name for path in folder.iterdir()} - {shipped.MANIFEST}
+    tokenizer = {f"../tokenizer/{path.name}" for path in (trio / "tokenizer").iterdir()}
+    assert "../tokenizer/tokenizer.json" in tokenizer
+    assert told["files"].keys() == tokenizer | {path.name for path in folder.iterdir()} - {shipped.MANIFEST}
     for name, each in told["files"].items():
         content = (folder / name).read_bytes()
         assert (each["bytes"], each["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
@@ -181,9 +183,8 @@ def test_what_ships_in_the_package_is_whole():
     """The models of the repository themselves, where it has them."""
     for path in shipped.HERE.glob(f"*/{shipped.MANIFEST}"):
         shipped.verify(path.parent)
-        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= shipped.manifest(path.parent)[
-            "files"
-        ].keys()
+        files = shipped.manifest(path.parent)["files"]
+        assert {"model.safetensors", "config.json", "../tokenizer/tokenizer.json", "README.md"} <= files.keys()
 
 
 def test_the_wheel_holds_what_ships(tmp_path, monkeypatch):
@@ -198,3 +199,5 @@ def test_the_wheel_holds_what_ships(tmp_path, monkeypatch):
     mine = {name for name in mine if "__pycache__" not in name}
     assert {"ccq/shipped/book.txt", "ccq/shipped/book.json"} <= mine
     assert mine <= set(wheel.namelist())
+    assert "ccq/bench/measured/train_h200.json" in wheel.namelist(), "`ccq plan` reads it"
+    assert sum(item.compress_size for item in wheel.infolist()) < 40e6

@@ -6,6 +6,7 @@ import types
 
 import numpy as np
 import pytest
+from helpers import pack
 
 from ccq import cli
 from ccq.evaluate import statistics
@@ -251,6 +252,14 @@ def test_lines_end_where_json_lines_do(tmp_path):
     assert compare(runs)["suites"]["niah"]["a"]["differences"][0]["difference"] == 50
     low, high = sample_difference(*map(source_of, runs), "a")
     assert low < 50 < high
+
+
+def test_samples_are_read_the_same_where_they_are_packed(tmp_path):
+    runs = [write_run(tmp_path / name, {"a": rows_of([0, 1] * n, "a")}) for name, n in (("one", 9), ("two", 7))]
+    plain = compare(runs), sample_difference(*map(source_of, runs), "a")
+    for run in runs:
+        pack(run / "niah.jsonl")
+    assert (compare(runs), sample_difference(*map(source_of, runs), "a")) == plain
 
 
 @pytest.mark.parametrize(

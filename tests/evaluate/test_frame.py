@@ -14,6 +14,7 @@ from ccq import cli
 from ccq.evaluate import EvaluationError, Options, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.results import Progress, Responses, model_hash, tokenizer_hash
+from ccq.files import finite
 
 LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
 SUITES = {
@@ -229,7 +230,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing_first(tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks there, for a minute
     code, error = run("runs/modle", tmp_path, capsys, "--suite", "mqar")
     assert code == 1
-    assert error.startswith("ccq eval: there is no folder runs/modle, and runs/modle could not be loaded")
+    assert error.startswith("ccq eval: there is no folder runs/modle, and the model of runs/modle could not be loaded")
 
 
 def test_a_suite_without_tasks_says_so(folder, tmp_path, capsys):
@@ -382,7 +383,7 @@ def test_stages_equal_one_call(llama, tokenizer, data, tmp_path, suite):
 
 
 def test_json_has_no_nan():
-    cleaned = frame.clean({"a": [float("nan"), 1.0, {"b": float("inf")}]})
+    cleaned = finite({"a": [float("nan"), 1.0, {"b": float("inf")}]})
     assert cleaned == {"a": [None, 1.0, {"b": None}]}
     assert frame.table({"suite": "x", "quick_look": False, "model": {"name": "m"}, "notes": ["n"], "limit": None,
                         "scores": {"g": {"value": None, "interval": None, "n": 1}}}).count("\n") == 2  # fmt: skip

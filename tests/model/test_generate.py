@@ -471,13 +471,13 @@ def test_the_command_names_mistakes(arguments, words, capsys):
 
 def test_the_command_names_a_missing_folder(capsys):
     assert cli.main(["generate", "./nowhere", "--prompt", "a"]) == 1
-    assert "ccq generate: ./nowhere: there is no such folder" in capsys.readouterr().err
+    assert "ccq generate: ./nowhere is not there: expected a from_pretrained folder" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path, capsys):
     shared_model("gla").save_pretrained(tmp_path / "model")
     assert cli.main(["generate", str(tmp_path / "model"), "--prompt", "Once"]) == 1
-    assert "model: there is no tokenizer in this folder" in capsys.readouterr().err
+    assert "model has no tokenizer" in capsys.readouterr().err
 
 
 def test_chunks_of_a_long_prompt_without_a_cache_of_ones_own():

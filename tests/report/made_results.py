@@ -15,8 +15,9 @@ import torch
 
 from ccq import shipped
 from ccq.evaluate import harness, longbench
-from ccq.evaluate.results import write_json, write_rows
+from ccq.evaluate.results import write_rows
 from ccq.evaluate.statistics import average, summary
+from ccq.files import write_json
 from ccq.systems import OFF, SIZES, UNCHANGED, Identity
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers import pack
 from made_results import BENCHMARKS, alignment, evaluation, origin, suites, text_run, training_run
 
 from ccq.report.collect import collect
@@ -69,6 +70,13 @@ def test_what_is_half_finished_is_said(tmp_path):
         "lm of half is not finished.",
         "niah of eval is not finished: 7 answers, no scores.",
     ]
+
+
+def test_a_packed_log_is_read_as_a_plain_one(tmp_path):
+    training_run(tmp_path / "run", "gla_tiny", 0, logged=600)
+    plain = collect([tmp_path]).of("run")[0].records
+    pack(tmp_path / "run" / "log.jsonl")
+    assert collect([tmp_path]).of("run")[0].records == plain != []
 
 
 def test_a_damaged_line_of_a_log_is_named_and_the_others_are_kept(tmp_path):

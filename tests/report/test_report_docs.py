@@ -11,6 +11,7 @@ from made_results import BENCHMARKS
 import ccq.report
 from ccq import cli
 from ccq.evaluate.compare import compare
+from ccq.files import read_text
 from ccq.report import claims, docs, page
 from ccq.report.collect import collect
 from ccq.report.numbers import seed_interval
@@ -53,7 +54,7 @@ NANO, CCQ_GDN = BENCHMARKS / "nano" / "needles", "ccq_gated_deltanet"
 
 
 def last_perplexity(run):
-    rows = map(json.loads, (NANO / run / "log.jsonl").read_text().splitlines())
+    rows = map(json.loads, read_text(NANO / run / "log.jsonl").splitlines())
     return [row["valid_perplexity"] for row in rows if "valid_perplexity" in row][-1]
 
 
@@ -149,7 +150,7 @@ def test_what_the_readme_says_of_lengths_and_of_runs_made_twice_is_in_the_files(
             assert same == pytest.approx([same[0]] * 9, rel=0.03)
     assert "of three rows of GLA, each interrupted at other steps, the losses are the same to the last digit" in readme
     for run in ("gla_unit-seed0", "ccq_gla-seed0", "ccq_gla_open-seed0"):
-        both = [[json.loads(line) for line in (NANO / name / "log.jsonl").read_text().splitlines()]
+        both = [[json.loads(line) for line in read_text(NANO / name / "log.jsonl").splitlines()]
                 for name in (run, f"{run}-repeat")]  # fmt: skip
         losses = [[(row["step"], row["loss"]) for row in rows if "loss" in row] for rows in both]
         assert losses[0] == losses[1]
@@ -159,7 +160,7 @@ def test_what_the_readme_says_of_lengths_and_of_runs_made_twice_is_in_the_files(
         assert begun[0] != begun[1]
     assert "part within the first ten steps" in readme
     for name in (f"{CCQ_GDN}-seed0", f"{CCQ_GDN}-seed1"):
-        first = [json.loads((NANO / run / "log.jsonl").read_text().splitlines()[0]) for run in (name, f"{name}-repeat")]
+        first = [json.loads(read_text(NANO / run / "log.jsonl").splitlines()[0]) for run in (name, f"{name}-repeat")]
         assert [row["step"] for row in first] == [10, 10]
         assert first[0]["loss"] != first[1]["loss"]
 

@@ -122,7 +122,7 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
 def test_mistakes_on_the_command_line_are_named(line, code, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
-        got = command.main(line.split())
+        got = cli.main(["train", *line.split()])
     except SystemExit as stop:
         got = stop.code
     output = capsys.readouterr()
@@ -145,8 +145,11 @@ def test_help_of_a_recipe_lists_its_fields(capsys):
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "RESULTS", tmp_path)
-    return tmp_path
+    """Where measurements ship; the user's own are in ./bench."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "SHIPPED", tmp_path / "ships")
+    (tmp_path / "ships").mkdir()
+    return tmp_path / "ships"
 
 
 def test_plan_of_the_papers_runs(results):
@@ -169,6 +172,23 @@ def test_plan_takes_what_was_measured(results):
     other = plan.plan("ccq_gla_1.3b", changed, 8)
     assert "a guess" in other.speed.source
     assert other.speed.rate < 25_000
+
+
+def test_plan_prefers_what_the_user_measured(results):
+    row = {"system": "ccq_gla", "size": "1.3b", "length": 4096, "tokens_per_second": 50_000.0}
+    (results / "train_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "rows": [row]}))
+    own = results.parent / "bench" / "train_a100.json"
+    own.parent.mkdir()
+    own.write_text(json.dumps({"gpu": "NVIDIA A100", "rows": [row | {"tokens_per_second": 20_000.0}]}))
+    found = plan.plan("ccq_gla_1.3b", recipe("ccq_gla_1.3b"), 8).speed
+    assert (found.rate, found.source) == (20_000, "measured on one NVIDIA A100 (train_a100.json)")
+    own.write_text("{")
+    with pytest.raises(RunError, match=r"train_a100.json is damaged .*expected a result of `ccq bench train`"):
+        plan.plan("ccq_gla_1.3b", recipe("ccq_gla_1.3b"), 8)
+
+
+def test_plan_finds_what_ships():
+    assert "measured on one NVIDIA H200" in plan.plan("ccq_gla_1.3b", recipe("ccq_gla_1.3b"), 8).speed.source
 
 
 def test_memory_of_a_plan_counts_every_byte_of_the_weights(results):

@@ -169,7 +169,7 @@ def test_rates_of_another_width_are_taken_only_where_that_is_said(tmp_path):
     with pytest.raises(RunError, match="has rates chosen at mqar64, not at mqar: run `--tier rows --size mqar`"):
         sweep.read_chosen(path, ["gla"], "mqar")
     given = ["mqar", "--tier", "seeds", "--out", str(tmp_path), "--device", "cpu"]
-    assert sweep.main([*given, "--rows", "gla", "--size", "mqar"]) == 1
+    assert cli.main(["sweep", *given, "--rows", "gla", "--size", "mqar"]) == 1
 
 
 def test_two_rates_have_two_names():

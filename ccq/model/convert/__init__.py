@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -24,12 +23,13 @@ from pathlib import Path
 
 import torch
 
+from ccq.files import whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
 from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
@@ -191,10 +191,7 @@ def convert(
     if result.dtype is None:
         result.dtype = next(iter(tensors.values())).dtype  # of the embedding
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
+    with whole_folder(target, last="config.json") as partial:
         if to == "ccq":
             result.architectures = [CCQForCausalLM.__name__]
             result.save_pretrained(partial)
@@ -203,12 +200,6 @@ def convert(
             (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
         write_safetensors(partial / WEIGHTS, tensors)
         copied, left = _copy_companions(source, partial)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     parameters = sum(math.prod(x.shape) for x in tensors.values())
     return Report(target, to, result, parameters, ignored, copied, left)
 

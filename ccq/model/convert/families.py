@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ccq.model.config import CCQConfig
-from ccq.ops.dispatch import nearest
+from ccq.names import nearest
 
 
 def lines(items: Sequence[str]) -> str:
@@ -30,7 +30,8 @@ class Family:
     former: dict[str, tuple[tuple[Any, ...], str]]
     ignored: tuple[str, ...]  # options that do not change the function: kernels, initialisation, the loss
     names: tuple[tuple[str, str], ...]  # parts of our tensors' names, and fla's for them
-    options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> those of CCQConfig
+    same: dict[str, str]  # options of CCQConfig, and fla's for them
+    options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> the other ones of CCQConfig
     fla_options: Callable[[CCQConfig], dict[str, Any]]  # and back
     needs: dict[str, Any]  # options of CCQConfig that fla's model has in this form only
     unused: tuple[str, ...] = ()  # ends of tensors of earlier versions that nothing read
@@ -112,88 +113,44 @@ def _gla(o: dict[str, Any]) -> dict[str, Any]:
     for name, size in (("expand_k", "key_size"), ("expand_v", "value_size")):
         width = int(o["hidden_size"] * o[name])
         sizes[size] = _whole(name, width / o["num_heads"], f"channels in each of {o['num_heads']} heads")
-    return sizes | {
-        "intermediate_size": _mlp_size(o),
-        "num_heads": o["num_heads"],
-        "conv_size": o["conv_size"] if o["use_short_conv"] else None,
-        "output_gate": o["use_output_gate"],
-    }
+    return sizes | _mlp_and_conv(o)
 
 
 def _gla_back(config: CCQConfig) -> dict[str, Any]:
-    return {
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
+    return _mlp_and_conv_back(config) | {
         "expand_k": _expansion(config.num_heads * config.key_size, config.hidden_size),
         "expand_v": _expansion(config.num_heads * config.value_size, config.hidden_size),
-        "use_short_conv": config.conv_size is not None,
-        "conv_size": config.conv_size or 4,
-        "use_output_gate": config.output_gate,
     }
 
 
 def _gated_deltanet(o: dict[str, Any]) -> dict[str, Any]:
     _own_heads(o, "num_v_heads")
-    return {
-        "intermediate_size": _mlp_size(o),
-        "num_heads": o["num_heads"],
-        "key_size": o["head_dim"],
-        "value_size": _whole("expand_v", round(o["head_dim"] * o["expand_v"], 6), "channels in a head"),
-        "conv_size": o["conv_size"] if o["use_short_conv"] else None,
-        "output_gate": o["use_gate"],
-        "unit_qk": True,
-    }
+    value_size = _whole("expand_v", round(o["head_dim"] * o["expand_v"], 6), "channels in a head")
+    return _mlp_and_conv(o) | {"value_size": value_size, "unit_qk": True}
 
 
 def _gated_deltanet_back(config: CCQConfig) -> dict[str, Any]:
-    return {
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "head_dim": config.key_size,
-        "expand_v": _expansion(config.value_size, config.key_size),
-        "use_short_conv": config.conv_size is not None,
-        "conv_size": config.conv_size or 4,
-        "use_gate": config.output_gate,
-    }
+    return _mlp_and_conv_back(config) | {"expand_v": _expansion(config.value_size, config.key_size)}
+
+
+def _mlp_and_conv(o: dict[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": _mlp_size(o), "conv_size": o["conv_size"] if o["use_short_conv"] else None}
+
+
+def _mlp_and_conv_back(config: CCQConfig) -> dict[str, Any]:
+    conv = {"use_short_conv": config.conv_size is not None, "conv_size": config.conv_size or 4}
+    return {"intermediate_size": config.intermediate_size, **conv}
 
 
 def _mamba2(o: dict[str, Any]) -> dict[str, Any]:
     heads = o["expand"] * o["hidden_size"] / o["head_dim"]
     if o["num_heads"] not in (None, heads):
         raise ValueError(f"num_heads: expected expand * hidden_size / head_dim = {heads:g}, got {o['num_heads']}")
-    return {
-        "intermediate_size": None,
-        "expand": o["expand"],
-        "state_size": o["state_size"],
-        "head_size": o["head_dim"],
-        "num_groups": o["n_groups"],
-        "conv_size": o["conv_kernel"],
-    }
+    return {"intermediate_size": None}
 
 
 def _mamba2_back(config: CCQConfig) -> dict[str, Any]:
-    return {
-        "expand": config.expand,
-        "state_size": config.state_size,
-        "head_dim": config.head_size,
-        "num_heads": config.expand * config.hidden_size // config.head_size,
-        "n_groups": config.num_groups,
-        "conv_kernel": config.conv_size,
-    }
-
-
-def _transformer(o: dict[str, Any]) -> dict[str, Any]:
-    sizes = {name: o[name] for name in ("num_heads", "num_kv_heads", "rope_theta")}
-    return {"intermediate_size": _mlp_size(o), **sizes}
-
-
-def _transformer_back(config: CCQConfig) -> dict[str, Any]:
-    return {
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "rope_theta": config.rope_theta,
-    }
+    return {"num_heads": config.expand * config.hidden_size // config.head_size}
 
 
 _PLAIN = {"clean": False, "current_key_read": False, "base_conv_size": None}
@@ -221,6 +178,7 @@ FAMILIES = {
         },
         ignored=("attn_mode", *_TRAINING),
         names=((".mixer.o_norm.", ".mixer.g_norm_swish_gate."), *_ATTN_NAMES),
+        same={"num_heads": "num_heads", "output_gate": "use_output_gate"},
         options=_gla,
         fla_options=_gla_back,
         needs={**_PLAIN, "feature_map": "identity", "unit_qk": False, "gate_low_rank": 16, "gate_normalizer": 16.0},
@@ -236,6 +194,7 @@ FAMILIES = {
         former={**_FORMER_BLOCK, **_FORMER_CONV},
         ignored=("attn_mode", *_TRAINING),
         names=_ATTN_NAMES,
+        same={"num_heads": "num_heads", "key_size": "head_dim", "output_gate": "use_gate"},
         options=_gated_deltanet,
         fla_options=_gated_deltanet_back,
         needs={**_PLAIN, "feature_map": "identity", "unit_qk": True},
@@ -268,6 +227,10 @@ FAMILIES = {
             ("model.layers.", "backbone.layers."),
             (".mixer_norm.", ".norm."),
         ),
+        same={
+            "expand": "expand", "state_size": "state_size", "head_size": "head_dim", "num_groups": "n_groups",
+            "conv_size": "conv_kernel",
+        },
         options=_mamba2,
         fla_options=_mamba2_back,
         needs={**_PLAIN, "unit_qk": False, "intermediate_size": None},
@@ -290,8 +253,9 @@ FAMILIES = {
         },
         ignored=_TRAINING,
         names=_ATTN_NAMES,
-        options=_transformer,
-        fla_options=_transformer_back,
+        same={"num_heads": "num_heads", "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
+        options=lambda o: {"intermediate_size": _mlp_size(o)},
+        fla_options=lambda config: {"intermediate_size": config.intermediate_size},
         needs={"base_conv_size": None},
         unused=(".attn.rotary.inv_freq",),
     ),
@@ -328,9 +292,9 @@ def our_config(raw: dict[str, Any]) -> tuple[CCQConfig, list[str]]:
             refused.append(f"{name}: {family.architecture} of fla has no such option, got {value!r}.{near}")
     if refused:
         raise ValueError("our layers cannot be this model:" + lines(refused))
-    shared = {name: options[name] for name in _SHARED}
+    taken = {name: options[name] for name in _SHARED} | {ours: options[name] for ours, name in family.same.items()}
     dtype = raw.get("dtype") or raw.get("torch_dtype")
-    config = CCQConfig(**{**shared, **family.options(options)}, mixer=family.mixer, dtype=dtype)
+    config = CCQConfig(**{**taken, **family.options(options)}, mixer=family.mixer, dtype=dtype)
     return config, sorted(name for name in given if name in family.ignored)
 
 
@@ -372,6 +336,7 @@ def fla_config(config: CCQConfig) -> tuple[str, dict[str, Any]]:
         "model_type": model_type,
         **{name: values[0] for name, (values, _) in family.only.items()},
         **{name: getattr(config, name) for name in _SHARED},
+        **{name: getattr(config, ours) for ours, name in family.same.items()},
         **family.fla_options(config),
     }
 

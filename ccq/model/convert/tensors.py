@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from ccq.files import whole_file
 
 WEIGHTS = "model.safetensors"
 # safetensors' names of the dtypes that weights come in
@@ -100,14 +101,12 @@ def write_safetensors(path: Path, tensors: dict[str, Kept]) -> None:
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with whole_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, tensor in tensors.items():
             x = tensor.read(ALL).contiguous()
             assert (tuple(x.shape), x.dtype) == (tensor.shape, tensor.dtype), name
             file.write(x.detach().flatten().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,0 +1,155 @@
+"""What a suite of `ccq eval` is. A file of this package that ends with `SUITE = Suite(...)` is one: the frame finds it
+there, and knows no more of it than stands in that object."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ccq.evaluate.errors import EvaluationError
+from ccq.names import nearest
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a suite. What several suites read is the same for all of them, but for what it does there."""
+
+    name: str
+    help: str = field(compare=False)
+    type: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    default: Any = None  # None: the suite's own
+    flag: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flag", self.flag or f"--{self.name.replace('_', '-')}")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite: what it asks of a model, and what it makes of the answers.
+
+    Args:
+        name: what `--suite` calls it, and its files.
+        help: what it is, in a line.
+        build: (options, tokenizer) -> RequestSet.
+        metrics: (asked, answers, options, tokenizer) -> (sample rows, scores).
+        options: those that it reads beside what all suites read; `options` has each by its name.
+        tasks: what `--tasks` may name.
+        data: the files of `--data DIR` that it reads.
+        packages: without which none of its tasks can be asked.
+        text: whether it needs a tokenizer.
+        as_trained: (options, config of the model) -> options, where training decides what is asked.
+        axis: which of the paper's axes it is, the default of `--suite` in their order; None: run where it is asked for.
+    """
+
+    name: str
+    help: str
+    build: Callable
+    metrics: Callable
+    options: tuple[Option, ...] = ()
+    tasks: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    text: bool = True
+    as_trained: Callable | None = None
+    axis: int | None = None
+
+    def check(self, options: Options) -> None:
+        """Refuse tasks that it has not, and packages that are not there where they are needed."""
+        if options.tasks and not self.tasks:
+            raise EvaluationError(f"--tasks: {self.name} has none to choose among, got {', '.join(options.tasks)}")
+        for task in options.tasks or ():
+            if task not in self.tasks:
+                raise EvaluationError(
+                    f"--tasks: {self.name} has no {task!r}.{nearest(task, self.tasks)} It has: {', '.join(self.tasks)}"
+                )
+        for package in self.packages if options.stage != "score" else ():
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+@functools.cache
+def suites() -> dict[str, Suite]:
+    """All of them by name, the paper's axes first."""
+    import ccq.evaluate
+
+    modules = [f"ccq.evaluate.{found.name}" for found in pkgutil.iter_modules(ccq.evaluate.__path__)]
+    found = [module.SUITE for module in map(importlib.import_module, modules) if hasattr(module, "SUITE")]
+    return {
+        suite.name: suite for suite in sorted(found, key=lambda suite: (suite.axis is None, suite.axis, suite.name))
+    }
+
+
+def named(name: str) -> Suite:
+    if name not in suites():
+        raise EvaluationError(f"unknown suite {name!r}.{nearest(name, tuple(suites()))}")
+    return suites()[name]
+
+
+def readers() -> dict[Option, list[str]]:
+    """Every option of a suite, and the suites that read it."""
+    found: dict[Option, list[str]] = {}
+    for suite in suites().values():
+        for option in suite.options:
+            found.setdefault(option, []).append(suite.name)
+    names = [option.name for option in found]
+    assert len(names) == len(set(names)), f"suites differ in what an option of {names} is"
+    return found
+
+
+COMMON = {  # what every suite reads, and what decides how it is run
+    "data": None, "tasks": None, "limit": None, "batch_size": None, "prefill": "auto", "stage": "all", "again": False,
+}  # fmt: skip
+
+
+class Options(SimpleNamespace):
+    """What decides an evaluation beside the model: where to write, COMMON, and the options of suites by their names."""
+
+    def __init__(self, out: Path, **given: Any) -> None:
+        known = COMMON | {option.name: option.default for option in readers()}
+        for name in given:
+            if name not in known:
+                raise TypeError(f"Options: there is no option {name!r}.{nearest(name, tuple(known))}")
+        super().__init__(out=out, **(known | given))
+
+    def but(self, **changes: Any) -> Options:
+        return Options(**(vars(self) | changes))
+
+
+# -- what options are made of ------------------------------------------------------------------------------------------
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(part.replace("_", "")) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between, got {text!r}") from None
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers above 0, got {text!r}")
+    return tuple(dict.fromkeys(values))
+
+
+def positive(text: str) -> int:
+    (value,) = whole_numbers(text)[:1]
+    return value
+
+
+def lengths_option(default: str) -> Option:
+    return Option("lengths", f"in tokens, with commas between (default: {default})", whole_numbers)
+
+
+def max_lengths_option(default: tuple[int, ...]) -> Option:
+    shown = ",".join(map(str, default))
+    return Option("max_lengths", f"of a request in tokens (default: {shown})", whole_numbers, flag="--max-length")
+
+
+SEED = Option("seed", "of drawn samples (default: 42)", int, default=42)

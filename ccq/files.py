@@ -1,0 +1,186 @@
+"""Files, wherever the package reads or writes them: whole or not at all, one process at a time, packed by zstd or not,
+and damaged ones named."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO, TextIO
+
+BLOCK = 2**17
+
+
+# -- written whole -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name when all of it is on the disk, also when the machine goes down."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_atomically(path, f"{json.dumps(content, indent=1)}\n".encode())
+
+
+def finite(thing: Any) -> Any:
+    """Infinite and undefined numbers as null: JSON has none."""
+    if isinstance(thing, dict):
+        return {key: finite(x) for key, x in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [finite(x) for x in thing]
+    return None if isinstance(thing, float) and not math.isfinite(thing) else thing
+
+
+@contextmanager
+def whole_folder(folder: Path, last: str, instead_of: str = "") -> Iterator[Path]:
+    """Where to write what `folder` is to hold: it gets its name when all of it is there.
+
+    In a folder that exists already, files of the same name are replaced and those that match `instead_of` removed;
+    others stay. The file `last` is gone before the first of them changes and comes back after all others.
+    """
+    folder = folder.resolve()  # renaming takes one file system, and `.` has no name
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: expected a folder to write, or none")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if not folder.exists():
+            os.rename(partial, folder)
+            return
+        (folder / last).unlink(missing_ok=True)
+        for old in folder.glob(instead_of) if instead_of else ():
+            old.unlink()
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(path: Path, error: type[Exception]) -> Iterator[None]:
+    """Hold the lock file at `path`; `error` where another process does. The system lets go when a process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        if not _try_lock(file):
+            file.seek(0)
+            raise error(f"{path.parent} is in use by another process: {file.read().strip() or 'unknown'}")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _try_lock(file: IO) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+# -- read --------------------------------------------------------------------------------------------------------------
+
+
+class DamagedError(ValueError):
+    """No zstd data, or cut off."""
+
+
+def read_json(path: Path, error: type[Exception], expected: str) -> Any:
+    """What the JSON file holds; `error` where it is missing or damaged, naming it and what was expected."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path} is missing: expected {expected}") from None
+    except ValueError as damage:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise error(f"{path} is damaged ({damage}): expected {expected}") from None
+
+
+def stored(path: Path) -> Path | None:
+    """Where the content of `path` lies: there, or packed beside it as `path`.zst; None: nowhere."""
+    return next((found for found in (path, path.with_name(path.name + ".zst")) if found.exists()), None)
+
+
+def open_text(path: Path, errors: str = "strict") -> TextIO:
+    """The text of a file, packed by zstd or not."""
+    found = stored(path) or path
+    raw = found.open("rb")
+    return io.TextIOWrapper(unpacked(raw) if found.suffix == ".zst" else raw, encoding="utf-8", errors=errors)
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    with open_text(path, errors) as file:
+        return file.read()
+
+
+def unpacked(raw: BinaryIO) -> io.BufferedReader:
+    """The content of a file packed by zstd, of one frame or several. The library's own reader ends where a cut-off file
+    ends, without a word: half of the data would be taken for all of it."""
+    return io.BufferedReader(_Frames(raw), 2**16)
+
+
+class _Frames(io.RawIOBase):
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw = raw
+        self.packed = b""  # read, not yet unpacked
+        self.ready = memoryview(b"")  # unpacked, not yet given away
+        self.frame: Any = None  # the one that is being unpacked
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+    def readinto(self, out: Any) -> int:
+        import zstandard
+
+        while not self.ready:
+            self.packed = self.packed or self.raw.read(BLOCK)
+            if not self.packed:
+                if self.frame is not None:
+                    raise DamagedError("it ends inside a zstd frame: was it cut off?")
+                return 0
+            if self.frame is None:
+                self.frame = zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self.ready = memoryview(self.frame.decompress(self.packed))
+            except zstandard.ZstdError as error:
+                raise DamagedError(str(error)) from None
+            self.packed = self.frame.unused_data if self.frame.eof else b""
+            if self.frame.eof:
+                self.frame = None
+        size = min(len(out), len(self.ready))
+        out[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size

@@ -1,0 +1,41 @@
+"""Names, errors and times as people read them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+
+def nearest(name: object, known: tuple[str, ...]) -> str:
+    """' Did you mean ...?' for a name that is not known.
+
+    >>> nearest("tritn", ("chunk", "triton")), nearest("x", ("chunk", "triton"))
+    (" Did you mean 'triton'?", '')
+    """
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def slug(name: str) -> str:
+    """
+    >>> slug("SmolLM2-135M Instruct")
+    'smollm2_135m_instruct'
+    """
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, without the pages that may follow."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(75), duration(7300)
+    ('1:15', '2:01:40')
+    """
+    if not seconds < 1e7:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
