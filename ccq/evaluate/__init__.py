@@ -31,9 +31,7 @@ class ContextWarning(UserWarning):
     """The model is asked about more tokens than its config names."""
 
 
-def evaluate(
-    model, tokenizer, suite: str, options: Options, name: str = "model", config: Any = None
-) -> dict | None:
+def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model", config: Any = None) -> dict | None:
     """Run one suite and return its result (the content of OUT/SUITE.json); None after stages that have none.
 
     Args:

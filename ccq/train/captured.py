@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ccq.data.batches import Batch
+from ccq.names import first_line
 from ccq.train import RunError
 from ccq.train.optimizer import squared_norms
 
@@ -134,8 +135,9 @@ class DeviceStep:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 found = self.run(inputs)
         except RuntimeError as error:
-            line = (str(error).strip() or "?").splitlines()[0]
-            raise RunError(f"the step cannot be captured as a CUDA graph ({line}): take --runtime.no-capture") from error
+            raise RunError(
+                f"no CUDA graph of the step ({first_line(error)}): take --runtime.no-capture"
+            ) from error
         return graph, found
 
 
