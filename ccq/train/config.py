@@ -181,11 +181,11 @@ def recall(config: Config) -> dict[str, Any] | None:
 
 def other_data(config: Config) -> list[str]:
     """How the data differ from those of the recipe, where the run is of one, in words."""
-    if config.identity.recipe is None:
-        return []
-    from ccq.recipes import recipe  # which imports this module
+    from ccq.recipes import RECIPES  # which imports this module
 
-    data, usual = config.data, recipe(config.identity.recipe).data
+    if config.identity.recipe not in RECIPES:
+        return []
+    data, usual = config.data, RECIPES[config.identity.recipe]().data
     words = {
         "source": f"trained on {data.source}", "length": f"windows of {data.length}",
         "reset": f"state {'reset at' if data.reset else 'kept over'} documents",
@@ -202,10 +202,12 @@ def identified(config: Config, needles: float | None = None) -> Config:
     told, data = config.identity, config.data
     system, size, variant = recognise(dataclasses.asdict(config.model), told.system, told.size)
     identity = dataclasses.replace(
-        told.varied(*variant.split(", "), *other_data(config)),
+        Identity().varied(*variant.split(", "), *other_data(config), *told.variant.split(", ")),
         system=system,
         size=size,
         seed=config.seed,
+        repeat=told.repeat,
+        recipe=told.recipe,
         tokens=config.steps * data.batch * (data.length if data.source == "tokens" else 1),
         needles=told.needles if needles is None else needles,
     )

@@ -131,7 +131,7 @@ def test_page_shows_both_kinds_of_model(first):
         for run in ("gla_tiny", "ccq_gla_tiny")
     ]
     short = [f"{sum(values) / len(values):.1f}" for values in recall]
-    own = "convolution of 4, 1 layer"  # which the recipe does not have
+    own = "1 layer, convolution of 4"  # which the recipe does not have
     assert f"GLA, {own} {short[0]}; CCQ-GLA, {own} {short[1]}" in page
     assert "The models trained here have one layer and a convolution over 4 tokens" in page
     assert "lacks what it should have" not in page
