@@ -250,7 +250,7 @@ def test_an_interruption_that_a_library_swallows_stops_it_after_the_step(tmp_pat
     monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path / "none"))
     handler = signal.getsignal(signal.SIGINT)
 
-    def swallow(out, seed):
+    def swallow(settings, out, device):
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)  # the signal is handled here

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from train_helpers import small
@@ -31,7 +32,7 @@ def test_training_exporting_and_scoring_need_torch_and_transformers_alone(tmp_pa
     script = f"""
         import sys
         sys.modules.update(dict.fromkeys({ABSENT}))  # None: importing it raises ModuleNotFoundError
-        sys.path.insert(0, {str(sys.path[0])!r})
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
         from train_helpers import small
         from ccq.train.export import export
