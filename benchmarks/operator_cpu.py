@@ -30,7 +30,8 @@ import torch
 
 import ccq
 from ccq.bench.results import RESULTS, provenance, write
-from ccq.ops import chunk, correction
+from ccq.ops import correction
+from ccq.ops.clean import chunk
 from ccq.provenance import cpu
 
 B, H, K = 1, 4, 64

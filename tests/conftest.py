@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: the kernels run here in Python
 
-from ccq.ops.dispatch import resolve
+from ccq.ops.choose import resolve
 
 # tensors here are small, and two threads that meet a busy machine wait for each other: 0.3 s become 12
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def fresh_compiler():
 @pytest.fixture
 def no_triton(monkeypatch):
     """A machine where the Triton kernels cannot run, whatever this one is."""
-    monkeypatch.setattr("ccq.ops.dispatch.triton_refuses", lambda *_: "the test says so")
+    monkeypatch.setattr("ccq.ops.choose.triton_refuses", lambda *_: "the test says so")
     resolve.cache_clear()
     yield
     resolve.cache_clear()

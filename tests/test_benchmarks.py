@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ccq.ops import chunk
+from ccq.ops.clean import chunk
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "operator_cpu.py"
 

@@ -8,7 +8,7 @@ import torch
 import ccq
 from ccq import cli, doctor
 from ccq.doctor import Environment, Gpu, diagnose
-from ccq.ops.dispatch import BackendStatus
+from ccq.ops.choose import BackendStatus
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139.8)
 GOOD = Environment(

@@ -40,7 +40,7 @@ from ccq.analysis.command import (
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
-from ccq.ops.reference import unit
+from ccq.ops.precision import unit
 
 TOP = 16
 BINS = 40  # of the histograms, from 0 to 1

@@ -39,7 +39,7 @@ from ccq.analysis.command import (
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
-from ccq.ops.reference import unit
+from ccq.ops.precision import unit
 
 MEASURES = ("mean", "best", "rank")
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ccq.names import nearest
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
 from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate
-from ccq.ops.chunk import CHUNK
-from ccq.ops.reference import stats_dtype
+from ccq.ops.clean.chunk import CHUNK
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import Sequences
 from ccq.mixers.norms import fused
-from ccq.ops.dispatch import resolve
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import resolve
+from ccq.ops.precision import stats_dtype
 
 
 class ShortConv(nn.Module):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import register
 from ccq.mixers.key_value import KeyValueMixer
-from ccq.ops.dispatch import resolve
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import resolve
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig

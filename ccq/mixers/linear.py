@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.mixers import norms
-from ccq.ops.dispatch import resolve
+from ccq.ops.choose import resolve
 
 ROWS = 16  # of x, up to which our kernels take it: those of a tensor core's tile (0: never). With more a GEMM has work
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.ops import reference
-from ccq.ops.reference import EPS, stats_dtype
+from ccq.ops import precision
+from ccq.ops.precision import EPS, stats_dtype
 
 # the one switch: False runs plain PyTorch on a GPU too, to look for a kernel that errs
 FUSED = True
@@ -95,4 +95,4 @@ def unit(x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
         from fla.modules.norm.l2norm import l2norm
 
         return l2norm(x, EPS)
-    return reference.unit(x).to(x.dtype)
+    return precision.unit(x).to(x.dtype)

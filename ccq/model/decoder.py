@@ -27,7 +27,7 @@ from ccq.model.graphs import graph_for, release
 from ccq.model.layers import RMSNorm, SwiGLU, add_norm
 from ccq.model.loss import IGNORE, linear_cross_entropy
 from ccq.ops.checks import check_borders
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
 
 
 @dataclass

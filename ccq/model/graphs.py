@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ccq.mixers.linear import watched
-from ccq.ops.dispatch import BackendFallbackWarning
+from ccq.ops.choose import BackendFallbackWarning
 
 if TYPE_CHECKING:
     from ccq.model.cache import CCQCache

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.mixers.norms import fused
-from ccq.ops.reference import no_autocast, stats_dtype
+from ccq.ops.precision import no_autocast, stats_dtype
 
 IGNORE = -100  # the target of a token that is not scored
 LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a chunk at most: of 2 or 4 bytes each

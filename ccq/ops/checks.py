@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ccq.names import nearest
-from ccq.ops.dispatch import check_backend
-from ccq.ops.reference import stats_dtype
-from ccq.ops.state import CovarianceState
+from ccq.ops.choose import check_backend
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.precision import stats_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMALIZE = ("unit", "none", "stats")

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from ccq import cli
 from ccq.model import CCQCache, CCQForCausalLM, graphs
-from ccq.ops.dispatch import BackendFallbackWarning
+from ccq.ops.choose import BackendFallbackWarning
 
 each_system = pytest.mark.parametrize("system", SYSTEMS)
 few_systems = pytest.mark.parametrize("system", ["transformer", "ccq-gated-deltanet"])

@@ -33,7 +33,11 @@ from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 import ccq
 from ccq.mixers import fused_conv, fused_gates, fused_linear
-from ccq.ops import Cleaning, CovarianceState, fused, fused_decode, fused_gate, fused_step
+from ccq.ops import Cleaning, CovarianceState
+from ccq.ops.clean.triton import gate as fused_gate
+from ccq.ops.clean.triton import launch
+from ccq.ops.clean.triton import step as fused_step
+from ccq.ops.recurrence import triton as fused_decode
 
 
 class Hopper:
@@ -93,7 +97,7 @@ def operator(
     dtype, size, B=1, T=4096, heads=6, groups=1, gated=True, packed=False, state=False, centred=True, normalize="unit",
     gives="gradients",
 ):  # fmt: skip
-    """Forward and backward as ccq/ops/library.py calls them; `state`: continues from one, and gives one back.
+    """Forward and backward as ccq/ops/clean/library.py calls them; `state`: continues from one, and gives one back.
 
     `gives`: "q_clean" without the backward, or "y", the correction by itself.
     """
@@ -104,15 +108,15 @@ def operator(
     C, s, t = (seen.second_moment, seen.key_sum, seen.count) if state else (None, None, None)
     weight, bias = empty(groups * heads, groups * heads * size), empty(groups * heads)
     if gives == "y":
-        fused.forward(q, k, lam, C, s, t, cu, centred, normalize, False, True)
+        launch.forward(q, k, lam, C, s, t, cu, centred, normalize, False, True)
         return
-    _, k_bar, k_rnorm, means, dC, ds = fused.forward(
+    _, k_bar, k_rnorm, means, dC, ds = launch.forward(
         q, k, lam, C, s, t, cu, centred, normalize, state, gate=(weight, bias) if gated else None
     )
     if gives == "q_clean":
         return
     unit = normalize == "unit"
-    fused.backward(
+    launch.backward(
         torch.empty_like(q), torch.empty_like(k) if unit else None, dC, ds, q, k_bar if unit else k, k_rnorm, means,
         lam, C, s, t, cu, centred, normalize, gate_weight=weight if gated else None,
     )  # fmt: skip

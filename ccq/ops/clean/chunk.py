@@ -17,14 +17,14 @@ from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is save
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ccq.ops.checks import check_borders
-from ccq.ops.reference import inv_norm, no_autocast, prepare, stats_dtype
+from ccq.ops.clean.reference import prepare
+from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
@@ -338,18 +338,3 @@ def from_grouped_chunks(x: Tensor, keys: Chunked, batch: int) -> Tensor:
 def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:
     """Gradient through xn = x * rsqrt(|x|^2 + eps): exact with the eps, since d rnorm / dx = -rnorm^3 x."""
     return rnorm * (dxn - xn * (xn * dxn).sum(-1, keepdim=True))
-
-
-@contextmanager
-def exact_matmul(x: Tensor):
-    """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
-    matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision
-    with no_autocast(x):
-        if x.is_cuda and precision != "ieee":
-            matmul.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            if matmul.fp32_precision != precision:
-                matmul.fp32_precision = precision

@@ -7,10 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ccq.ops import reference
 from ccq.ops.checks import check_call, check_values, has_tangent
-from ccq.ops.dispatch import resolve
-from ccq.ops.state import CovarianceState
+from ccq.ops.choose import resolve
+from ccq.ops.clean import reference
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.precision import no_autocast
 
 
 def clean_query_step(
@@ -46,7 +47,7 @@ def clean_query_step(
     if not torch.compiler.is_compiling():
         check_values(lam, state.count, None, 1, state="state")
         if resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton" and not differentiable:
-            from ccq.ops import fused_step  # imports Triton
+            from ccq.ops.clean.triton import step as fused_step  # imports Triton
 
             if not inplace:
                 state = pytree.tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), state)
@@ -54,7 +55,7 @@ def clean_query_step(
             return q_clean, k_bar, state
     if not inplace:
         state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
-    with reference.no_autocast(q):
+    with no_autocast(q):
         q_clean, k_bar, state, _ = reference.step(q, k, lam, state, centred, normalize, inplace)
     return q_clean, k_bar if normalize == "unit" else k, state
 

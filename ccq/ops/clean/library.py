@@ -12,11 +12,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ccq.ops import chunk
 from ccq.ops.checks import check_values
-from ccq.ops.dispatch import resolve
-from ccq.ops.gating import plain_gate, plain_gate_backward
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import resolve
+from ccq.ops.clean import chunk
+from ccq.ops.clean.gating import plain_gate, plain_gate_backward
+from ccq.ops.precision import stats_dtype
 
 _GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam
 _STATE = "Tensor? second_moment, Tensor? key_sum, Tensor? count, Tensor? cu_seqlens"
@@ -40,9 +40,9 @@ def implementation(q: Tensor, backend: str) -> ModuleType:
     """The module whose `forward` and `backward` run."""
     name = resolve(backend, q.device, q.dtype, q.shape[-1])
     if name == "triton":
-        from ccq.ops import fused  # imports Triton
+        from ccq.ops.clean.triton import launch  # imports Triton
 
-        return fused
+        return launch
     return chunk
 
 

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ccq.ops.configs import cdiv, power_of_2
-from ccq.ops.decode import Cleaning
-from ccq.ops.fused import block_size, processors
-from ccq.ops.kernels import lower_block
-from ccq.ops.reference import EPS
+from ccq.ops.clean.triton.configs import cdiv, power_of_2
+from ccq.ops.clean.triton.launch import block_size, processors
+from ccq.ops.clean.triton.scans import lower_block
+from ccq.ops.precision import EPS
+from ccq.ops.recurrence.decode import Cleaning
 
 BLOCK = 64  # of the covariance's side
 

@@ -9,7 +9,7 @@ import torch
 
 from ccq import backends
 from ccq.ops import BackendFallbackWarning
-from ccq.ops.dispatch import NAMES, resolve
+from ccq.ops.choose import NAMES, resolve
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import torch
 from helpers import TOLERANCE, assert_close, checked, unit_vector
 from torch import Tensor
 
-import ccq.mixers.recurrence as module
-from ccq.mixers.recurrence import CHUNK, fla_refuses, flops
+import ccq.ops.recurrence as module
 from ccq.ops import BackendUnavailableError
+from ccq.ops.recurrence import chunk, fla_refuses, flops
+from ccq.ops.recurrence.chunk import CHUNK
 
 recurrence = checked(module.recurrence)
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -300,7 +301,7 @@ def fake(monkeypatch, package: str, name: str, calls: list) -> None:
         g, beta = {"chunk_delta_rule": (None, rest[0])}.get(name) or (rest + (None,))[:2]
         assert g is None or g.ndim == (4 if name == "chunk_gla" else 3)
         tail = (initial_state, output_final_state, cu_seqlens)
-        return module._chunkwise(q, k, v, g, beta, scale, *tail)
+        return chunk.run(q, k, v, g, beta, scale, *tail)
 
     monkeypatch.setattr(importlib.import_module(package), name, stand_in)
 

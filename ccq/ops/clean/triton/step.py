@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops.fused import block_size
-from ccq.ops.reference import EPS
-from ccq.ops.state import CovarianceState
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.clean.triton.launch import block_size
+from ccq.ops.precision import EPS
 
 
 @triton.jit

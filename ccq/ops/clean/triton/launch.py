@@ -11,18 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops import fused_gate
-from ccq.ops.configs import Config, cdiv, pick, power_of_2
-from ccq.ops.kernels import (
-    adjoint_kernel,
-    clean_kernel,
-    dk_kernel,
-    finish_kernel,
-    keys_kernel,
-    states_kernel,
-    sums_kernel,
-)
-from ccq.ops.reference import EPS
+from ccq.ops.clean.triton import gate as gate_kernels
+from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
+from ccq.ops.clean.triton.reads import clean_kernel, dk_kernel, finish_kernel
+from ccq.ops.clean.triton.scans import adjoint_kernel, keys_kernel, states_kernel, sums_kernel
+from ccq.ops.precision import EPS
 
 
 class Grid:
@@ -196,7 +189,7 @@ def read_tiles(
     out = torch.empty_like(x, dtype=dtype)
     means = x.new_empty(x.shape[:-1] if centred else 0, dtype=torch.float32)
     if grid.config.hopper:
-        from ccq.ops import hopper
+        from ccq.ops.clean.triton import hopper
 
         hopper.clean(grid, x, k, lam, states, sums, out, means, other, along, centred, unit, unit_other)
         return out, means
@@ -257,7 +250,7 @@ def dk_tiles(
     """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given."""
     dk = torch.empty_like(k)
     if grid.config.hopper:
-        from ccq.ops import hopper
+        from ccq.ops.clean.triton import hopper
 
         hopper.dk(grid, pull_grid, q, k, k_rnorm, dk_bar, adjoint, states, last_sum, dk, centred)
         return dk
@@ -296,7 +289,7 @@ def forward(
         k = k.contiguous()
     grid = pick_grid("clean", q, k, count, cu_seqlens, hopper=not output_correction)  # y by itself is fp32
     if gate is not None:
-        fused_gate.forward(q, *gate, lam)
+        gate_kernels.forward(q, *gate, lam)
     k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
     final = empty_state(grid, k, output_final_state)
     if centred or output_final_state:
@@ -345,7 +338,7 @@ def backward(
     dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
     d_weight = d_bias = None
     if gate_weight is not None:
-        _, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam, dq)
+        _, d_weight, d_bias = gate_kernels.backward(dlam, q, gate_weight, lam, dq)
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:

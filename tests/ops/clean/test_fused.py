@@ -33,13 +33,14 @@ from helpers import (
 )
 
 from ccq import CovarianceState
-from ccq.ops import BackendUnavailableError, chunk
-from ccq.ops.dispatch import resolve
+from ccq.ops import BackendUnavailableError
+from ccq.ops.choose import resolve
+from ccq.ops.clean import chunk
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-from ccq.ops import fused
-from ccq.ops.configs import PASSES, candidates
+from ccq.ops.clean.triton import launch
+from ccq.ops.clean.triton.configs import PASSES, candidates
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 on_gpu = pytest.mark.gpu
@@ -194,18 +195,18 @@ GPU_SHAPES = [
 )
 def test_hopper_kernels_run_only_where_they_were_looked_at(monkeypatch, capability, version, switch, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(fused.triton, "__version__", version)
+    monkeypatch.setattr(launch.triton, "__version__", version)
     monkeypatch.delenv("CCQ_HOPPER", raising=False)
     if switch is not None:
         monkeypatch.setenv("CCQ_HOPPER", switch)
     device = torch.device("cuda")
-    monkeypatch.setattr(fused, "has_gluon", fused.has_gluon.__wrapped__)  # without its cache
+    monkeypatch.setattr(launch, "has_gluon", launch.has_gluon.__wrapped__)  # without its cache
     takes = [
-        fused.hopper_takes(device, dtype, size, length)
+        launch.hopper_takes(device, dtype, size, length)
         for dtype, size, length in ((torch.bfloat16, 256, 4096), (torch.bfloat16, 128, 128))
     ]
     never = [
-        fused.hopper_takes(where, dtype, size, length)
+        launch.hopper_takes(where, dtype, size, length)
         for where, dtype, size, length in (
             (device, torch.float16, 256, 4096), (device, torch.bfloat16, 64, 4096), (device, torch.bfloat16, 256, 127),
             (torch.device("cpu"), torch.bfloat16, 256, 4096),
@@ -237,7 +238,7 @@ def test_kernels_match_fp64(dtype, shape, state):
 @pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
 def test_hopper_kernels_match_fp64(mode, shape, state):
     shape = HOPPER_SHAPES[shape]
-    if not fused.hopper_takes(torch.device("cuda"), torch.bfloat16, shape["K"], shape["T"]):
+    if not launch.hopper_takes(torch.device("cuda"), torch.bfloat16, shape["K"], shape["T"]):
         pytest.skip("not a Hopper GPU with Triton 3.8")
     compare_with_fp64(shape, mode, state, torch.bfloat16)
 
@@ -306,16 +307,16 @@ def test_equal_inputs_give_equal_bits():
 def test_every_config_gives_the_same_numbers(name, monkeypatch):
     case = to_gpu(make_case(B=1, T=700, Hq=4, Hk=2, K=256, dtype=torch.bfloat16))
     ref = results(case, "triton")
-    pick = fused.pick
+    pick = launch.pick
     tried = 0
-    kinds = (False, True) if fused.has_gluon(case.q.device) else (False,)
+    kinds = (False, True) if launch.has_gluon(case.q.device) else (False,)
     for config in [config for hopper in kinds for config in candidates(name, torch.bfloat16, 256, hopper)]:
 
         def forced(n, *sizes, c=config, hopper=False, **options):  # y by itself is for the others to compute
             wanted = n == name and (hopper or not c.hopper)
             return c if wanted else pick(n, *sizes, hopper=hopper, **options)
 
-        monkeypatch.setattr(fused, "pick", forced)
+        monkeypatch.setattr(launch, "pick", forced)
         got = results(case, "triton")
         tried += 1
         for key, x in ref.items():
