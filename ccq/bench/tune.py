@@ -18,6 +18,7 @@ import torch
 
 from ccq.bench.results import provenance
 from ccq.bench.timing import graph_time
+from ccq.ops.choose import Call, hopper_refuses
 from ccq.ops.clean.triton import launch
 from ccq.ops.clean.triton.configs import NAMES, PASSES, TUNED, Config, candidates
 
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in options.key_sizes.split(",")
         for name in options.passes.split(",")
         for hopper in (False, True)
-        if not hopper or launch.hopper_takes(torch.device("cuda"), DTYPES[dtype], int(size), options.length)
+        if not hopper or hopper_refuses(Call(torch.device("cuda"), DTYPES[dtype], int(size), options.length)) is None
     ]
     jobs = [
         (*job, size, dtype)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.mixers.linear import ROWS
+from ccq.ops.choose import ROWS
 from ccq.ops.clean.triton.configs import cdiv
 
 

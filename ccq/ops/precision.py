@@ -43,3 +43,8 @@ def inv_norm(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     return x.to(stats_dtype(x.dtype)) * inv_norm(x)
+
+
+def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:
+    """Gradient through xn = x * rsqrt(|x|^2 + eps): exact with the eps, since d rnorm / dx = -rnorm^3 x."""
+    return rnorm * (dxn - xn * (xn * dxn).sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""`clean_query`: the query, contracted along the directions in which the keys seen so far vary most.
+"""`clean_query`: the query, contracted along the directions in which the keys seen so far vary most, and `sigma_q`.
 
 B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key size.
 """
@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.ops.checks import check_call, check_values, refuse_transforms
-from ccq.ops.clean import library, reference
+from ccq.ops.clean import library, reference  # noqa: F401  (library defines torch.ops.ccq.clean_query)
 from ccq.ops.clean.gating import Gate, plain_gate
+from ccq.ops.clean.reference import symmetric
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import no_autocast, stats_dtype
 
@@ -57,22 +58,37 @@ def clean_query(
     (torch.Size([2, 100, 8, 64]), tensor([100, 100]))
     """
     check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
-    if backend == "reference":
-        given = plain_gate(q, *lam) if isinstance(lam, tuple) else lam
-        q_clean, k_bar, state, _ = _reference(q, k, given, initial_state, cu_seqlens, centred, normalize)
-        return q_clean, k_bar if normalize == "unit" else k, state if output_final_state else None
-    by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
-    initial = _tensors(initial_state)
-    refuse_transforms("clean_query", q, k, *by, *initial[:2])
-    # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
-    q_clean, k_bar, _, _, _, second_moment, key_sum, count = torch.ops.ccq.clean_query(
-        q.contiguous(), k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
-    )
-    state = CovarianceState(second_moment, key_sum, count) if output_final_state else None
-    return q_clean, k_bar if normalize == "unit" else k, state
+    return _run("clean_query", q, k, lam, centred, normalize, initial_state, output_final_state, cu_seqlens, backend)
 
 
-@torch.no_grad()
+def sigma_q(
+    q: Float[Tensor, "B T Hq K"],
+    k: Float[Tensor, "B T Hk K"],
+    centred: bool = True,
+    normalize: str = "unit",
+    initial_state: CovarianceState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B T Hq K"], Float[Tensor, "B T Hk K"], CovarianceState | None]:
+    """y = Sigma_t q, what `clean_query` takes away from a query when lam is 1: for reads that take it away otherwise.
+
+    Arguments as there. With normalize="unit" it is Sigma_t of the unit query.
+
+    Returns:
+        y in fp32 (fp64 for fp64 inputs), k_bar and the final state. y is often smaller than the rounding of a bf16
+        query. Differentiable in q, k and the initial state: dq = Sigma_t dy.
+
+    >>> q, k = torch.randn(2, 100, 8, 64), torch.randn(2, 100, 4, 64)
+    >>> y, k_bar, _ = sigma_q(q, k)
+    >>> q_clean, _, _ = clean_query(q, k, torch.full((2, 100, 8), 0.5))
+    >>> torch.allclose(torch.nn.functional.normalize(q, dim=-1) - 0.5 * y, q_clean, atol=1e-5)
+    True
+    """
+    check_call(q, k, None, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
+    return _run("sigma_q", q, k, None, centred, normalize, initial_state, output_final_state, cu_seqlens, backend)
+
+
 def correction(
     q: Float[Tensor, "B T Hq K"],
     k: Float[Tensor, "B T Hk K"],
@@ -82,35 +98,35 @@ def correction(
     cu_seqlens: Int[Tensor, " N1"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B T Hq K"]:
-    """y = Sigma_t q by itself, in fp32 (fp64 for fp64), from the code that `clean_query` runs.
+    """The y of `sigma_q` by itself."""
+    return sigma_q(q, k, centred, normalize, initial_state, False, cu_seqlens, backend)[0]
 
-    For tests and analysis: y is often smaller than the rounding of a bf16 q_clean, so that it cannot be seen there.
-    Not differentiable.
-    """
-    lam = torch.ones(q.shape[:-1], device=q.device) if isinstance(q, Tensor) else q
-    check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
+
+def _run(name, q, k, lam, centred, normalize, initial_state, output_final_state, cu_seqlens, backend):
+    """q_clean, or y where there is no lam; k_bar, and the final state where asked for."""
     if backend == "reference":
-        return _reference(q, k, lam, initial_state, cu_seqlens, centred, normalize)[3]
-    state = _tensors(initial_state)
-    check_values(lam, state[2], cu_seqlens, q.shape[1])
-    module = library.implementation(q, backend)
-    if q.numel() == 0 or q.is_meta:
-        return q.new_empty(q.shape, dtype=stats_dtype(q.dtype))
-    return module.forward(q, k, lam, *state, cu_seqlens, centred, normalize, False, output_correction=True)[0]
-
-
-def _tensors(state: CovarianceState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The state as the custom op takes it."""
-    if state is None:
-        return None, None, None
-    return reference.symmetric(state.second_moment), state.key_sum, state.count
+        out, k_bar, state = _reference(q, k, lam, initial_state, cu_seqlens, centred, normalize)
+    else:
+        by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
+        initial: tuple = (None, None, None)
+        if initial_state is not None:
+            initial = (symmetric(initial_state.second_moment), initial_state.key_sum, initial_state.count)
+        refuse_transforms(name, q, k, *by, *initial[:2])
+        # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
+        out, k_bar, _, _, _, *final = torch.ops.ccq.clean_query(
+            q.contiguous(), k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
+        )
+        state = CovarianceState(*final)
+    return out, k_bar if normalize == "unit" else k, state if output_final_state else None
 
 
 def _reference(q, k, lam, state, cu_seqlens, centred, normalize):
+    given = plain_gate(q, *lam) if isinstance(lam, tuple) else q.new_ones(q.shape[:-1]) if lam is None else lam
     if not torch.compiler.is_compiling():
-        check_values(lam, None if state is None else state.count, cu_seqlens, q.shape[1])
+        check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
     if state is None:
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=stats_dtype(k.dtype), device=k.device)
     with no_autocast(q):
-        return reference.forward(q, k, lam, state, cu_seqlens, centred, normalize)
+        q_clean, k_bar, state, y = reference.forward(q, k, given, state, cu_seqlens, centred, normalize)
+    return y if lam is None else q_clean, k_bar, state

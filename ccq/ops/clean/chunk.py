@@ -11,6 +11,8 @@ one masked product; between chunks a running sum of k k^T (forward) and of its a
     D_after = dC_T + dC_T^T + sum_{later chunks} c_t [ q_t g_t^T + g_t q_t^T ]
     e_j     = ds_T - sum_{t>=j} c_t [ m_t(q) g_t + m_t(g) q_t ],    m_t(x) = s_t . x_t / t
 
+The gradient of y itself is that of q_clean with lam = -1, without the query: dq_t = Sigma_t dy_t.
+
 Nothing of size T x T or T x K x K exists: time and memory are linear in T. The backward recomputes what it needs
 from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is saved.
 """
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import check_borders
+from ccq.ops.clean.gating import plain_gate, plain_gate_backward
 from ccq.ops.clean.reference import prepare
-from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype
+from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
@@ -179,7 +182,8 @@ def seen_before(count: Tensor | None, piece: slice, k: Tensor) -> Tensor:
 def forward(
     q: Tensor,
     k: Tensor,
-    lam: Tensor,
+    lam: Tensor | None,
+    gate: tuple[Tensor, Tensor] | None,  # W and b, in the place of lam; neither: y in the place of q_clean, in fp32
     second_moment: Tensor | None,
     key_sum: Tensor | None,
     count: Tensor | None,
@@ -187,38 +191,40 @@ def forward(
     centred: bool,
     normalize: str,
     output_final_state: bool = True,
-    output_correction: bool = False,
-) -> tuple[Tensor, ...]:
-    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
+) -> tuple:
+    """q_clean, k_bar, 1/|k|, m_t, lam, and the final C and s."""
+    if gate is not None:
+        lam = plain_gate(q, *gate)
     cut = pieces(q, cu_seqlens)
     if len(cut) > 1:
         outputs = []
         moment, total = start_state(k, k.shape[0], second_moment, key_sum)
         for piece in cut:
-            *output, moment, total = forward(
-                of(q, piece), of(k, piece), of(lam, piece), moment, total, seen_before(count, piece, k), None,
-                centred, normalize, output_final_state, output_correction,
+            *output, _, moment, total = forward(
+                of(q, piece), of(k, piece), of(lam, piece), None, moment, total, seen_before(count, piece, k), None,
+                centred, normalize, output_final_state,
             )  # fmt: skip
             outputs.append(output)
-        return *join(outputs), moment, total
+        return *join(outputs), lam, moment, total
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
         y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
         y = from_grouped_chunks(y, keys, q.shape[0])
-        out = y if output_correction else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
+        out = y if lam is None else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q.shape[0]).squeeze(-1)
-        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum)
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, lam, keys.second_moment, keys.final_key_sum)
 
 
-def contiguous(*outputs: Tensor) -> tuple[Tensor, ...]:
+def contiguous(*outputs: Tensor | None) -> tuple:
     """Whatever the layout of what came: so compilers are told."""
-    return tuple(x.contiguous() for x in outputs)
+    return tuple(None if x is None else x.contiguous() for x in outputs)
 
 
-def join(outputs: list[list[Tensor]]) -> list[Tensor]:
-    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty in each."""
-    return [torch.cat(parts, 1) if parts[0].ndim > 1 else parts[0] for parts in zip(*outputs, strict=True)]
+def join(outputs: list[list]) -> list:
+    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty, or None, in each."""
+    columns = zip(*outputs, strict=True)
+    return [parts[0] if parts[0] is None or parts[0].ndim < 2 else torch.cat(parts, 1) for parts in columns]
 
 
 def backward(
@@ -230,15 +236,24 @@ def backward(
     k: Tensor,  # k_bar where normalize is "unit", else k as it came
     k_rnorm: Tensor,  # [B, T, Hk], not read where normalize is "none"
     means: Tensor,  # [B, T, Hq], not read where not centred
-    lam: Tensor,
+    lam: Tensor | None,  # None: g is the gradient of y
+    gate_weight: Tensor | None,
     second_moment: Tensor | None,
     key_sum: Tensor | None,
     count: Tensor | None,
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dlam, and the gradients of the initial C and s."""
+) -> tuple:
+    """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
+    if gate_weight is not None:
+        assert lam is not None
+        dq, dk, dlam, d_moment, d_total, _, _ = backward(
+            g, dk_bar, d_second_moment, d_key_sum, q, k, k_rnorm, means, lam, None, second_moment, key_sum, count,
+            cu_seqlens, centred, normalize,
+        )  # fmt: skip
+        through_gate, d_weight, d_bias = plain_gate_backward(dlam, q, gate_weight, lam)
+        return dq + through_gate, dk, dlam, d_moment, d_total, d_weight, d_bias
     cut = pieces(q, cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
@@ -249,29 +264,29 @@ def backward(
                 starts.append((starts[-1][0] + keys_t.mT @ keys_t, starts[-1][1] + keys_t.sum(2)))
         outputs = []
         for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
-            *output, d_second_moment, d_key_sum = backward(
-                of(g, piece), None if dk_bar is None else of(dk_bar, piece), d_second_moment, d_key_sum,
-                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece),
+            *output, d_second_moment, d_key_sum, _, _ = backward(
+                of(g, piece), of(dk_bar, piece), d_second_moment, d_key_sum,
+                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece), None,
                 moment, total, seen_before(count, piece, k), None, centred, normalize,
             )  # fmt: skip
-            outputs.append([*output, d_second_moment, d_key_sum])
-        *_, d_moment, d_total = outputs[-1]
-        return *join([output[:3] for output in reversed(outputs)]), d_moment, d_total
+            outputs.append(output)
+        return *join(outputs[::-1]), d_second_moment, d_key_sum, None, None
     high = stats_dtype(q.dtype)
     batch = k.shape[0]
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
         k_stat = statistics_keys(k, k_rnorm, normalize)
-        g, gate = g.to(high), lam.to(high)[..., None]
+        g = g.to(high)
+        gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
 
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
         plan = keys.plan
         qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
         w, scores_g, mean_g = read(keys, gc, centred)
         w = from_grouped_chunks(w, keys, batch)
-        dlam = -(q_read * w).sum(-1)
-        dq = g - gate * w
+        dlam = None if lam is None else -(q_read * w).sum(-1).to(lam.dtype)
+        dq = w if lam is None else g - gate * w  # of y: without the query that y is taken off
 
         weight = -to_grouped_chunks(gate, keys) / keys.t
         cg, cq = (weight * gc).flatten(2, 3), (weight * qc).flatten(2, 3)
@@ -300,12 +315,12 @@ def backward(
             dq = unit_backward(dq, q_read, q_rnorm)
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
-        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum)
+        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_key_sum, None, None)
 
 
-def of(x: Tensor, piece: slice) -> Tensor:
-    """The piece of a [B, T, ...] tensor; what is not there stays empty."""
-    return x[:, piece] if x.ndim > 1 else x
+def of(x, piece: slice):
+    """The piece of a [B, T, ...] tensor; what is not there stays empty, or None."""
+    return x if x is None or x.ndim < 2 else x[:, piece]
 
 
 def start_state(
@@ -333,8 +348,3 @@ def to_grouped_chunks(x: Tensor, keys: Chunked) -> Tensor:
 def from_grouped_chunks(x: Tensor, keys: Chunked, batch: int) -> Tensor:
     """[M, Hk, G, C, ...] -> [B, T, Hq, ...]"""
     return from_chunks(x.transpose(2, 3), keys.plan, batch).flatten(2, 3)
-
-
-def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:
-    """Gradient through xn = x * rsqrt(|x|^2 + eps): exact with the eps, since d rnorm / dx = -rnorm^3 x."""
-    return rnorm * (dxn - xn * (xn * dxn).sum(-1, keepdim=True))

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.ops.checks import check_gate, refuse_transforms
-from ccq.ops.choose import resolve
+from ccq.ops.choose import Call, choose
 from ccq.ops.precision import no_autocast
 
 torch.library.define("ccq::gate", "(Tensor q, Tensor weight, Tensor bias, str backend) -> Tensor")
@@ -51,7 +51,7 @@ def gate(
 
 
 def _gate(q, weight, bias, backend):
-    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+    if q.numel() and choose("gate", Call.of(q), backend) == "triton":
         from ccq.ops.clean.triton import gate as kernels  # imports Triton
 
         return kernels.forward(q, weight, bias)
@@ -64,7 +64,7 @@ def plain_gate(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _gate_backward(d_lam, q, weight, lam, backend):
-    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+    if q.numel() and choose("gate", Call.of(q), backend) == "triton":
         from ccq.ops.clean.triton import gate as kernels
 
         return kernels.backward(d_lam, q, weight, lam)

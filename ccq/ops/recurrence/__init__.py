@@ -10,16 +10,11 @@ to key head h // (Hv / H)), K key size, V value size.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import warnings
-
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.names import nearest
-from ccq.ops.choose import BackendFallbackWarning, BackendUnavailableError
+from ccq.ops.choose import Call, choose
 from ccq.ops.precision import stats_dtype
 from ccq.ops.recurrence import chunk
 
@@ -64,7 +59,7 @@ def recurrence(
         state = chunk.start(initial_state, sequences, q, v) if output_final_state else None
         return v * 1, state  # no tokens: empty, but a function of v for autograd
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
-    if resolve(backend, q.device, q.dtype, q.shape[-1], beta is not None) == "triton":
+    if choose("recurrence", Call.of(q, delta=beta is not None), backend) == "fla":
         from ccq.ops.recurrence import fla  # torch.compiler.disable loads half of the compiler
 
         return fla.run(*arguments)
@@ -79,51 +74,6 @@ def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> fl
         pairs += chunk.CHUNK * (2 * key_size + value_size)
         state += key_size * value_size
     return 2.0 * heads * (pairs + state)
-
-
-# Which of the two runs
-
-FLA = importlib.util.find_spec("fla") is not None  # looked for once, and not inside what a compiler traces
-
-
-def fla_refuses(device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str | None:
-    """Why fla's kernels cannot take this call, or None."""
-    if device.type != "cuda":
-        return f"tensors on {device.type} are not on an NVIDIA GPU"
-    if not FLA:
-        return "fla is not installed (pip install 'ccq[gpu]')"
-    if dtype == torch.float64:
-        return "fla computes in fp32, and float64 asks for fp64 states"
-    if delta and key_size > 256:
-        return f"fla's delta rule holds keys of up to 256 channels, these have {key_size}"
-    return None
-
-
-def resolve(backend: str, device: torch.device, dtype: torch.dtype, key_size: int, delta: bool) -> str:
-    """ "chunk" or "triton": what runs `backend` here."""
-    if backend == "chunk":
-        return "chunk"
-    refusal = fla_refuses(device, dtype, key_size, delta)
-    if refusal is None:
-        return "triton"
-    if backend == "triton":
-        raise BackendUnavailableError(
-            f"backend='triton' cannot run the recurrence on {device} with {dtype}, key size {key_size}: {refusal}. "
-            "backend='chunk' runs anywhere; backend='auto' picks the best that can run."
-        )
-    if device.type == "cuda":
-        _warn_once(f"on {torch.cuda.get_device_name(device)}", refusal)
-    return "chunk"
-
-
-@functools.cache
-def _warn_once(where: str, refusal: str) -> None:
-    warnings.warn(
-        f"ccq runs the recurrence {where} through backend='chunk' (plain PyTorch, many times slower than fla's "
-        f"kernels): {refusal}. `ccq doctor` says what to change.",
-        BackendFallbackWarning,
-        stacklevel=4,
-    )
 
 
 def _check(q, k, v, g, beta, initial_state, cu_seqlens, backend) -> None:

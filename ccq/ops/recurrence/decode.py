@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.ops.checks import FLOATS, check_call, check_gate, check_values, same_device
-from ccq.ops.choose import resolve
+from ccq.ops.choose import Call, choose
 from ccq.ops.clean.gating import Gate, gate
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.clean.step import clean_query_step
@@ -74,7 +74,7 @@ def decode_step(
     """
     _check(q, k, v, recurrent, g, beta, cleaning)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
+    if q.numel() and choose("decode_step", Call.of(q), backend) == "triton":
         from ccq.ops.recurrence import triton  # imports Triton
 
         return triton.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)

@@ -29,7 +29,7 @@ def by_hopper(monkeypatch):
     module = interpreted()
     monkeypatch.setitem(sys.modules, "ccq.ops.clean.triton.hopper", module)
     monkeypatch.setattr(ccq.ops.clean.triton, "hopper", module, raising=False)
-    monkeypatch.setattr(launch, "hopper_takes", lambda *_: True)
+    monkeypatch.setattr(launch, "choose", lambda *_: "hopper")
     monkeypatch.setattr(launch, "processors", lambda _: 3)
     plain = launch.pick
 

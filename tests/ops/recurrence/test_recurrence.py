@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ccq.ops.recurrence as module
 from ccq.ops import BackendUnavailableError
-from ccq.ops.recurrence import chunk, fla_refuses, flops
+from ccq.ops.recurrence import chunk, flops
 from ccq.ops.recurrence.chunk import CHUNK
 
 recurrence = checked(module.recurrence)
@@ -277,16 +277,8 @@ def test_same_as_transformers_mamba2_scan():
 # Dispatch, costs, complaints
 
 
-def test_fla_is_refused_where_it_cannot_run(monkeypatch):
-    cuda = torch.device("cuda")
-    assert "not on an NVIDIA GPU" in fla_refuses(torch.device("cpu"), torch.float32, 64, False)
-    assert fla_refuses(cuda, torch.bfloat16, 256, True) is None
-    assert fla_refuses(cuda, torch.bfloat16, 512, False) is None
-    assert "256 channels" in fla_refuses(cuda, torch.bfloat16, 512, True)
-    assert "float64" in fla_refuses(cuda, torch.float64, 64, False)
-    monkeypatch.setattr(module, "FLA", False)
-    assert "not installed" in fla_refuses(cuda, torch.bfloat16, 64, False)
-    with pytest.raises(BackendUnavailableError, match="cannot run the recurrence on cpu"):
+def test_fla_is_refused_where_it_cannot_run():
+    with pytest.raises(BackendUnavailableError, match="cannot run recurrence on cpu"):
         recurrence(**make_case("plain", T=3), backend="triton")
 
 
@@ -330,7 +322,7 @@ def test_fla_is_called_as_it_asks(fla, monkeypatch, kind, dtype, expected, group
     case = make_case(kind, T=5, G=group, state=True)
     case = {n: x.to(torch.float32 if n in ("g", "beta", "initial_state") else dtype) for n, x in case.items()}
     ref = results(ours, case)
-    monkeypatch.setattr(module, "resolve", lambda *_: "triton")
+    monkeypatch.setattr(module, "choose", lambda *_: "fla")
     assert_same(ref, results(ours, case), 1e-2 if dtype == torch.bfloat16 else 1e-6)
     if group == 2 and kind == "delta":
         expected = "chunk_gated_delta_rule"
