@@ -317,10 +317,8 @@ def backward(
         g = g.to(grid.state_dtype)
         read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype)
         del states, sums  # memory for what follows
-        dlam, dq = None, read.float()
-        if unit:
-            q_rnorm = inv_norm(q)
-            dq = unit_backward(dq, q * q_rnorm, q_rnorm)
+        dlam, q_rnorm = None, inv_norm(q)
+        dq = unit_backward(read, q * q_rnorm, q_rnorm) if unit else read.clone()  # `finish` uses its memory again
         dq = dq.to(q.dtype)
         minus = q.new_full(q.shape[:-1], -1.0, dtype=torch.float32)
         _, adjoint = finish(grid, g, q, minus, means, means_g, read, centred, unit)
