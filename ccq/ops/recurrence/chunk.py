@@ -16,71 +16,13 @@ longer sums: it is at most 0, so that nothing overflows, and it keeps its digits
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import check_borders
+from ccq.ops.chunks import from_chunks, in_order, make_layout, to_chunks
 from ccq.ops.precision import exact_matmul, no_autocast, stats_dtype
 
 CHUNK = 64  # C, a power of two
-
-
-class Layout(NamedTuple):
-    """How tokens are put into chunks.
-
-    The chunks stand in the order in which a scan visits them: the first chunks of all sequences, the sequences with
-    most chunks in front, then their second chunks, and so on. So those still running are always the first ones.
-    """
-
-    size: int  # C
-    counts: list[int]  # how many sequences have a first chunk, a second one, ...
-    slots: Tensor | None  # [T] where each token lies in the grid of M chunks of C; None where B dense sequences do
-    order: Tensor | None  # [N] the sequences, those with most chunks first; None where they stay as they are
-    place: Tensor | None  # [N] the inverse of it
-
-
-def make_layout(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Layout:
-    if cu_seqlens is None:
-        size = min(CHUNK, 1 << (length - 1).bit_length())
-        return Layout(size, [batch] * -(-length // size), None, None, None)
-    borders = cu_seqlens.tolist()
-    check_borders(borders, length)
-    begins = torch.tensor(borders)
-    lengths = begins.diff()
-    size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
-    chunks = (lengths + size - 1) // size
-    order = chunks.argsort(descending=True, stable=True)
-    place = order.argsort()
-    counts = torch.tensor([int((chunks > r).sum()) for r in range(int(chunks.max()))])
-    before = counts.cumsum(0) - counts  # chunks of lower rank
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.arange(length) - begins[owner]
-    slots = (before[position // size] + place[owner]) * size + position % size
-    return Layout(size, counts.tolist(), slots.to(device), order.to(device), place.to(device))
-
-
-def to_chunks(x: Tensor, layout: Layout) -> Tensor:
-    """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full: such a token writes and forgets nothing."""
-    size = layout.size
-    if layout.slots is None:
-        gap = -x.shape[1] % size
-        if gap:
-            x = torch.cat([x, x.new_zeros(x.shape[0], gap, *x.shape[2:])], 1)
-        x = x.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1)
-    else:
-        grid = x.new_zeros(sum(layout.counts) * size, *x.shape[2:])
-        x = grid.index_copy(0, layout.slots, x[0]).unflatten(0, (-1, size))
-    return x.transpose(1, 2)
-
-
-def from_chunks(x: Tensor, layout: Layout, batch: int, length: int) -> Tensor:
-    """[M, H, C, ...] -> [B, T, H, ...]"""
-    x = x.transpose(1, 2)
-    if layout.slots is None:
-        return x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)[:, :length]
-    return x.flatten(0, 1).index_select(0, layout.slots)[None]
 
 
 def after(g: Tensor) -> Tensor:
@@ -128,11 +70,10 @@ def channel_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Ten
 def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
     batch, length, heads, key_size = q.shape
     high = stats_dtype(q.dtype)
-    layout = make_layout(batch, length, cu_seqlens, q.device)
+    longest = length if cu_seqlens is None else int(cu_seqlens.diff().max())
+    layout = make_layout(batch, length, cu_seqlens, q.device, min(CHUNK, 1 << (longest - 1).bit_length()))
     state = start(initial_state, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, q, v)
-    if layout.order is not None:
-        state = state.index_select(0, layout.order)
-    state = state.unflatten(1, (heads, -1))  # [N, H, G, K, V]
+    state = in_order(state, layout.order).unflatten(1, (heads, -1))  # [N, H, G, K, V]
 
     def grid(x: Tensor) -> Tensor:
         """[B, T, H or Hv, *] -> [M, H, 1 or G, C, *]"""
@@ -179,8 +120,7 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
         o = from_chunks(torch.cat(outputs).flatten(1, 2), layout, batch, length).to(v.dtype)
         if not output_final_state:
             return o, None
-        state = torch.cat([state, *reversed(finished)]).flatten(1, 2)
-        return o, state if layout.place is None else state.index_select(0, layout.place)
+        return o, in_order(torch.cat([state, *reversed(finished)]).flatten(1, 2), layout.place)
 
 
 def start(initial_state: Tensor | None, sequences: int, q: Tensor, v: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     p = chunk.scores(keys, x).bfloat16().float()
     y = (p.flatten(2, 3) @ keys.k + x.flatten(2, 3) @ keys.before).view_as(x) / keys.t
     m = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
-    return chunk.from_grouped_chunks(y - m / keys.t * keys.key_sum, keys, q.shape[0])
+    return chunk.from_grouped_chunks(y - m / keys.t * keys.key_sum, keys, q)
 
 
 @on_gpu
