@@ -31,7 +31,8 @@ import torch
 import ccq
 from ccq.bench.results import SHIPPED
 from ccq.files import write_json
-from ccq.ops import chunk, correction
+from ccq.ops import correction
+from ccq.ops.clean import chunk
 from ccq.provenance import cpu, provenance
 
 B, H, K = 1, 4, 64

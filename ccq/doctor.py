@@ -25,6 +25,7 @@ import torch
 
 import ccq
 from ccq.errors import UserError
+from ccq.ops.choose import OPS, Call, arch_of, explain
 
 # package: the distributions that provide it, read from their metadata; importing them could fail or be slow
 PACKAGES = {
@@ -33,7 +34,6 @@ PACKAGES = {
     "flash-linear-attention": ("flash-linear-attention",),
     "transformers": ("transformers",),
 }
-OPERATIONS = ("clean_query", "clean_query_step")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -74,7 +74,7 @@ class Choice:
     operation: str
     device: str
     dtype: str
-    backend: str
+    backend: str  # the implementation
     what: str
     why_not: Mapping[str, str]  # the faster ones that cannot run, with the reason
 
@@ -190,7 +190,7 @@ def diagnose(env: Environment) -> list[Finding]:
         warning(f"{CPU_BF16[0][:1].upper()}{CPU_BF16[0][1:]}.", CPU_BF16[1])
     triton, core, whole = (env.packages.get(name) for name in ("triton", "fla-core", "flash-linear-attention"))
     nvidia = bool(env.gpus) and (env.build or "").startswith("CUDA")  # ROCm's capability 9.x is no Hopper
-    hopper = nvidia and any(gpu.capability[0] == 9 for gpu in env.gpus)
+    hopper = nvidia and any(arch_of(gpu.capability).name == "hopper" for gpu in env.gpus)
     newer = "pip install 'triton>=3.8.0'"
     if triton is None:
         if nvidia:
@@ -252,24 +252,14 @@ def diagnose(env: Environment) -> list[Finding]:
 def choices(env: Environment) -> list[Choice]:
     """What backend="auto" runs for each operation, device and dtype."""
     rows = []
-    for operation in OPERATIONS:
+    for operation, implementations in OPS.items():
         for device in ("cpu", "cuda") if env.gpus else ("cpu",):
             for dtype in DTYPES:
-                statuses = list(ccq.backends(device, dtype).values())  # slowest first
-                best = next(i for i, status in enumerate(statuses) if status.chosen)
-                what = statuses[best].why
-                if operation == "clean_query_step" and statuses[best].name != "triton":
-                    what = "plain PyTorch, the definition's own step"
-                rows.append(
-                    Choice(
-                        operation,
-                        device,
-                        str(dtype).removeprefix("torch."),
-                        statuses[best].name,
-                        what,
-                        {status.name: status.why for status in statuses[best + 1 :]},
-                    )
-                )
+                call = Call(torch.device(device), dtype, size=128, length=4096, rows=1, unwatched=True)
+                name, why_not = explain(operation, call)
+                (chosen,) = (x for x in implementations if x.name == name)
+                kind = str(dtype).removeprefix("torch.")
+                rows.append(Choice(operation, device, kind, chosen.name, chosen.what, why_not))
     return rows
 
 
@@ -292,15 +282,18 @@ def report(env: Environment, rows: Sequence[Choice], findings: Sequence[Finding]
     lines = [f"{name:<24}{value}" for name, value in facts.items()]
 
     lines += ["", 'What runs with backend="auto":']
+    dtypes: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        lines.append(f"  {row.operation:<17} {row.device:<5} {row.dtype:<9} {row.backend:<10} {row.what}")
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
+        dtypes.setdefault((row.operation, row.device, row.backend, row.what), []).append(row.dtype)
         for name, why in row.why_not.items():
-            devices = reasons.setdefault((name, why), [])
-            if row.device not in devices:
-                devices.append(row.device)
-    lines += [f"  not {name} on {', '.join(devices)}: {why}" for (name, why), devices in reasons.items()]
+            operations = reasons.setdefault((name, row.device, why), [])
+            if row.operation not in operations:
+                operations.append(row.operation)
+    for (operation, device, name, what), kinds in dtypes.items():
+        lines.append(f"  {operation:<17} {device:<5} {', '.join(kinds):<28} {name:<10} {what}")
+    for (name, device, why), operations in reasons.items():
+        lines.append(f"  not {name} on {device} for {', '.join(operations)}: {why}")
 
     lines.append("")
     for finding in findings:

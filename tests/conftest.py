@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: the kernels run here in Python
 
-from ccq.ops.dispatch import resolve
+from ccq.ops import choose
 
 # tensors here are small, and two threads that meet a busy machine wait for each other: 0.3 s become 12
 torch.set_num_threads(1)
@@ -42,7 +42,12 @@ def fresh_compiler():
 @pytest.fixture
 def no_triton(monkeypatch):
     """A machine where the Triton kernels cannot run, whatever this one is."""
-    monkeypatch.setattr("ccq.ops.dispatch.triton_refuses", lambda *_: "the test says so")
-    resolve.cache_clear()
+    really = choose.refusal
+
+    def refusal(op, implementation, call, backend):
+        return "the test says so" if implementation.name == "triton" else really(op, implementation, call, backend)
+
+    monkeypatch.setattr(choose, "refusal", refusal)
+    choose.forget()
     yield
-    resolve.cache_clear()
+    choose.forget()

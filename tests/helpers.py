@@ -21,6 +21,7 @@ from ccq.ops import Gate
 BACKENDS = ("reference", "chunk")
 NORMALIZE = ("unit", "none", "stats")
 HALF = (torch.bfloat16, torch.float16)
+LAYERS = frozenset({"norm", "swiglu", "loss", "conv", "linear"})  # what choose.PLAIN takes kernels from, to compare
 
 # Largest relative RMS error against the fp64 reference, by the dtype of the result.
 TOLERANCE = {
@@ -49,9 +50,8 @@ def checked(function):
 
 clean_query = checked(ccq.clean_query)
 clean_query_step = checked(ccq.clean_query_step)
-correction = torch.no_grad()(
-    checked(ccq.ops.correction.__wrapped__)
-)  # jaxtyping does not see through no_grad's wrapper
+sigma_q = checked(ccq.sigma_q)
+correction = torch.no_grad()(checked(ccq.ops.correction))
 
 
 @dataclass

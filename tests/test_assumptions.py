@@ -10,7 +10,7 @@ from ccq.data.prepare import Preparation
 from ccq.data.tokenizer import END_OF_TEXT, train_tokenizer
 from ccq.evaluate import Options, harness, longbench, niah
 from ccq.model import CCQConfig
-from ccq.ops.reference import EPS
+from ccq.ops.precision import EPS
 from ccq.recipes import recipe
 from ccq.report.numbers import SEEDS
 from ccq.train.config import Data, Optimizer

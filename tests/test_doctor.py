@@ -1,14 +1,14 @@
 import json
 import platform
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
-import ccq
 from ccq import cli, doctor
 from ccq.doctor import Environment, Gpu, diagnose
-from ccq.ops.dispatch import BackendStatus
+from ccq.ops.choose import OPS, Call, choose
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139.8)
 GOOD = Environment(
@@ -134,17 +134,15 @@ def test_errors_come_first():
 def machine(monkeypatch):
     """Put a made-up machine in this one's place; its GPU takes half precision in Triton."""
 
-    def backends(device, dtype):
-        runs = device == "cuda" and dtype == torch.bfloat16
-        return {
-            "reference": BackendStatus("reference", True, False, "slow"),
-            "chunk": BackendStatus("chunk", True, not runs, "plain"),
-            "triton": BackendStatus("triton", runs, runs, "fused" if runs else f"no {dtype} on {device}"),
-        }
+    def made_up(operation, call):
+        runs = call.device.type == "cuda" and call.dtype == torch.bfloat16 and operation == "clean_query"
+        if runs or operation != "clean_query":
+            return OPS[operation][-1].name, {}
+        return "chunk", {"triton": f"no {call.dtype} on {call.device}"}
 
     def install(env):
         monkeypatch.setattr(doctor, "look", lambda: env)
-        monkeypatch.setattr(ccq, "backends", backends)
+        monkeypatch.setattr(doctor, "explain", made_up)
 
     return install
 
@@ -169,9 +167,9 @@ def test_report_says_which_backend_runs_and_why_not_the_faster(machine, capsys):
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
-    assert ["clean_query", "cuda", "bfloat16", "triton", "fused"] in lines
-    assert ["clean_query", "cuda", "float64", "chunk", "plain"] in lines
-    assert "not triton on cuda: no torch.float64 on cuda" in text
+    assert ["clean_query", "cuda", "bfloat16", "hopper", *OPS["clean_query"][-1].what.split()] in lines
+    assert ["clean_query", "cuda", "float32,", "float64", "chunk", *OPS["clean_query"][1].what.split()] in lines
+    assert "not triton on cuda for clean_query: no torch.float64 on cuda" in text
     assert "NVIDIA H200, compute capability 9.0, 139.8 GiB" in text
     assert "No known problem." in text
 
@@ -182,7 +180,7 @@ def test_json_of_made_up_machine(machine, capsys):
     parts = json.loads(capsys.readouterr().out)
     assert parts["environment"]["gpus"] == [{"name": "NVIDIA H200", "capability": [9, 0], "memory_gib": 139.8}]
     assert [finding["level"] for finding in parts["findings"]] == ["error"]
-    assert len(parts["backends"]) == 2 * 2 * 3  # operations, devices, dtypes
+    assert len(parts["backends"]) == len(OPS) * 2 * 3  # operations, devices, dtypes
 
 
 def test_json_of_this_machine(capsys, monkeypatch):
@@ -192,9 +190,12 @@ def test_json_of_this_machine(capsys, monkeypatch):
     assert parts["environment"]["torch"] == torch.__version__
     assert parts["environment"]["python"] == platform.python_version()
     assert parts["environment"]["variables"]["CCQ_MADE_UP"] == "1"
-    assert {row["operation"] for row in parts["backends"]} == {"clean_query", "clean_query_step"}
+    assert {row["operation"] for row in parts["backends"]} == set(OPS)
     for row in parts["backends"]:
-        assert ccq.backends(row["device"], getattr(torch, row["dtype"]))[row["backend"]].chosen
+        call = Call(torch.device(row["device"]), getattr(torch, row["dtype"]), 128, 4096, rows=1, unwatched=True)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says where something slow runs
+            assert choose(row["operation"], call) == row["backend"]
     assert code == any(finding["level"] == "error" for finding in parts["findings"])
 
 

@@ -30,7 +30,7 @@ def test_import_leaves_optional_packages_alone(imported, module):
 
 
 def test_import_imports(imported):
-    assert "ccq.ops.chunk" in imported["modules"]
+    assert "ccq.ops.clean.chunk" in imported["modules"]
 
 
 def test_import_is_quick(imported):

@@ -30,7 +30,7 @@ from ccq.analysis.command import describe, finish, load, make_parser, name_of, p
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
-from ccq.ops.reference import unit
+from ccq.ops.precision import unit
 from ccq.systems import Identity
 
 TOP = 16

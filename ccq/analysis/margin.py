@@ -27,7 +27,7 @@ from ccq.analysis.command import describe, finish, load, make_parser, name_of, p
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
-from ccq.ops.reference import unit
+from ccq.ops.precision import unit
 
 
 def scores(

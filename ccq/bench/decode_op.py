@@ -2,7 +2,6 @@
 
     fla        fla's fused recurrent kernel, which writes its states to new memory
     unit       `decode_step` with unit q and k and no cleaning: the backbone's own update and read
-    composed   `clean_query_step`, then `decode_step`: cleaning as a step of its own
     ours       `decode_step` with gate and cleaning
 
 The floor is the states' bytes, read once and written once (of the covariance the lower triangle), over the bandwidth of
@@ -20,10 +19,10 @@ import torch
 from ccq.bench.op import measure_ceilings
 from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
-from ccq.ops import Cleaning, CovarianceState, clean_query_step, decode_step, gate
+from ccq.ops import Cleaning, CovarianceState, decode_step
 from ccq.tables import LiveTable
 
-VARIANTS = ("fla", "unit", "composed", "ours")
+VARIANTS = ("fla", "unit", "ours")
 CACHE = 60 * 2**20  # bytes of an H200's L2
 
 
@@ -48,7 +47,6 @@ class Layer:
             (
                 torch.zeros(batch, heads, key, value, device="cuda"),
                 CovarianceState.zeros(batch, heads, key, device="cuda"),
-                CovarianceState.zeros(batch, heads, key, device="cuda"),  # for the step of its own: it keeps all of C_t
             )
             for _ in range(self.copies)
         ]
@@ -56,7 +54,7 @@ class Layer:
 
     def bytes(self, cleaned: bool) -> int:
         """What must move: the states in and out, of the symmetric C_t one triangle."""
-        recurrent, covariance, _ = self.states[0]
+        recurrent, covariance = self.states[0]
         size = self.q.shape[-1]
         triangle = covariance.second_moment.nbytes * (size + 1) / (2 * size)
         return int(2 * (recurrent.nbytes + (triangle + covariance.key_sum.nbytes if cleaned else 0)))
@@ -69,16 +67,11 @@ class Layer:
         def unit():
             return decode_step(q, k, v, next(self.turn)[0], g, beta, unit_qk=True)
 
-        def composed():
-            recurrent, _, covariance = next(self.turn)
-            q_clean, k_bar, _ = clean_query_step(q, k, gate(q, *self.gate), covariance, inplace=True)
-            return decode_step(q_clean, k_bar, v, recurrent, g, beta)
-
         def ours():
-            recurrent, covariance, _ = next(self.turn)
+            recurrent, covariance = next(self.turn)
             return decode_step(q, k, v, recurrent, g, beta, cleaning=Cleaning(covariance, gate=self.gate))
 
-        return {"unit": unit, "composed": composed, "ours": ours}[variant]
+        return {"unit": unit, "ours": ours}[variant]
 
     def fla(self):
         """fla's kernel at T = 1, with its own normalisation for Gated DeltaNet."""
@@ -114,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for variant in args.variants.split(","):
                     with torch.no_grad():
                         timing = graph_time(layer.call(variant), inner=4 * layer.copies, repeats=20)
-                    moved = layer.bytes(variant in ("composed", "ours"))
+                    moved = layer.bytes(variant == "ours")
                     rate = moved / (1e-3 * timing.median)
                     row = {
                         "backbone": backbone, "variant": variant, "B": batch, "H": args.heads, "K": args.key_size,

@@ -17,8 +17,9 @@ import torch
 
 from ccq.bench.results import make_parser, write
 from ccq.bench.timing import graph_time
-from ccq.ops import fused
-from ccq.ops.configs import NAMES, PASSES, TUNED, Config, candidates
+from ccq.ops.choose import Call, hopper_refuses
+from ccq.ops.clean.triton import launch
+from ccq.ops.clean.triton.configs import NAMES, PASSES, TUNED, Config, candidates
 from ccq.provenance import provenance
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -36,16 +37,16 @@ class Case:
         self.lam = torch.rand(batch, length, heads, device="cuda", generator=generator)
         self.inputs: dict = {}
 
-    def grid(self, config: Config) -> fused.Grid:
-        return fused.Grid(config, self.q, self.k, None, None)
+    def grid(self, config: Config) -> launch.Grid:
+        return launch.Grid(config, self.q, self.k, None, None)
 
     def scan(self, name: str, config: Config):
         grid = self.grid(config)
         if name == "dk":
-            return lambda: fused.adjoint_states(grid, self.q, self.g, None, None)
-        sums = fused.prepare_keys(grid, self.k, False, True)[2]
-        fused.run_sums(grid, sums, None, grid.per_sums, None, None, 1, False)
-        return lambda: (fused.key_states(grid, self.k, sums, None, True, None), sums)
+            return lambda: launch.adjoint_states(grid, self.q, self.g, None, None)
+        sums = launch.prepare_keys(grid, self.k, False, True)[2]
+        launch.run_sums(grid, sums, None, grid.per_sums, None, None, 1, False)
+        return lambda: (launch.key_states(grid, self.k, sums, None, True, None), sums)
 
     def read(self, name: str, config: Config):
         grid = self.grid(config)
@@ -55,10 +56,10 @@ class Case:
         if name == "dk":
             states = self.inputs[key]
             pulls = self.q.new_ones(grid.sums, grid.query_heads, grid.size, dtype=torch.float32)
-            adjoint = fused.Adjoint(self.g, pulls, self.lam, self.lam)
-            return lambda: fused.dk_tiles(grid, grid, self.q, self.k, self.lam, self.g, adjoint, states, None, True)
+            adjoint = launch.Adjoint(self.g, pulls, self.lam, self.lam)
+            return lambda: launch.dk_tiles(grid, grid, self.q, self.k, self.lam, self.g, adjoint, states, None, True)
         states, sums = self.inputs[key]
-        return lambda: fused.read_tiles(grid, self.q, self.k, self.lam, states, sums, True, True, self.q.dtype)
+        return lambda: launch.read_tiles(grid, self.q, self.k, self.lam, states, sums, True, True, self.q.dtype)
 
 
 def stages(name: str, dtype: torch.dtype, block_k: int, hopper: bool) -> list[tuple[str, str, Config]]:
@@ -95,7 +96,7 @@ def tune(
     name: str, size: int, dtype: torch.dtype, heads: int, length: int, jobs: list[tuple[tuple, str | None]]
 ) -> tuple[list, list]:
     """Every timing of a pass, and its fastest sizes at batch 1 and 8 as rows of tuned.json."""
-    block_k = fused.block_size(size)
+    block_k = launch.block_size(size)
     rows, best = [], []
     for batch in (1, 8):
         case = Case(batch, length, heads, size, dtype)
@@ -143,12 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in options.key_sizes.split(",")
         for name in options.passes.split(",")
         for hopper in (False, True)
-        if not hopper or fused.hopper_takes(torch.device("cuda"), DTYPES[dtype], int(size), options.length)
+        if not hopper or hopper_refuses(Call(torch.device("cuda"), DTYPES[dtype], int(size), options.length)) is None
     ]
     jobs = [
         (*job, size, dtype)
         for name, size, dtype, hopper in groups
-        for job in stages(name, dtype, fused.block_size(size), hopper)
+        for job in stages(name, dtype, launch.block_size(size), hopper)
     ]
     results = list(zip(jobs, compile_all(jobs, options.workers), strict=True))
     rows: list[dict] = []

@@ -6,7 +6,6 @@ buffers of keys and values.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Mixer, Sequences, register
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import Call, choose
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -211,25 +211,13 @@ def packed_attention(
     """Causal attention within each of the packed sequences."""
     assert seqs.cu_seqlens is not None
     tokens = q.shape[1]
+    if choose("packed_attention", Call.of(q)) == "flash":
+        return flash(q, k, v, seqs.cu_seqlens, tokens if seqs.longest is None else seqs.longest)
     if not q.is_cuda:
         row, index = locate(seqs, tokens, q.device)
         return dot_product(q, k, v, mask=(row.mT == row) & (index <= index.mT))
-    if flash_takes(q):
-        return flash(q, k, v, seqs.cu_seqlens, tokens if seqs.longest is None else seqs.longest)
     pieces = [slice(a, b) for a, b in pairwise(seqs.cu_seqlens.tolist()) if a < b]  # a mask of T x T would not fit
     return torch.cat([dot_product(q[:, s], k[:, s], v[:, s], is_causal=True) for s in pieces], dim=1)
-
-
-def flash_takes(q: Tensor) -> bool:
-    """Whether PyTorch has flash attention for packed sequences (2.10 and later), and it takes q."""
-    return (
-        importlib.util.find_spec("torch.nn.attention.varlen") is not None
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:

@@ -5,6 +5,7 @@ B batch, N sequences (B of them, or packed ones), T tokens, D hidden size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ccq.names import nearest
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -103,6 +104,14 @@ class Mixer(Owner):
     ) -> LayerState:
         """The state of `n` sequences before their first token; `dtype` is that of the activations."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def state_kinds(self) -> set[str] | None:
+        """What the mixer keeps of a sequence, by name; None where it begins a state in `forward` alone."""
+        try:
+            return set(self.new_state(0, "meta", torch.float32))
+        except NotImplementedError:
+            return None
 
     def reserve(self, state: LayerState, length: int) -> None:
         """Make room in `state` for sequences of `length` tokens; only attention needs any."""

@@ -13,23 +13,41 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, correction, decode_step, gate, reference
-from ccq.ops.chunk import CHUNK
-from ccq.ops.reference import stats_dtype
+from ccq.ops import (
+    Cleaning,
+    CovarianceState,
+    Gate,
+    clean_query,
+    correction,
+    decode_step,
+    gate,
+    precision,
+    sigma_q,
+    sigma_q_step,
+)
+from ccq.ops.clean.chunk import CHUNK
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
+
+# What the backbone reads with, from q, y = Sigma_t q and lam [..., 1], all in fp32. "paper" is q - lam * y, which has
+# kernels of its own. Another one is a function of plain PyTorch here: `CCQConfig(clean=True, read=its name)` trains,
+# prefills and decodes with it.
+READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | None] = {"paper": None}
 
 
 class QueryCleaner(Owner):
     """What happens to q and k before they meet the state: nothing, unit length, cleaning, or Comba's read.
 
-        clean               q - lam * Sigma_t q, k; both unit first (normalize="unit") or as they are ("stats")
+        clean               q - lam * Sigma_t q, k; both unit first (normalize="unit") or as they are ("stats");
+                            or what another of the READS makes of q, Sigma_t q and lam
         unit_qk             q / |q|, k / |k|: the control without cleaning
         current_key_read    q - d * k of the same token, d learned, one a head, after unit_qk
 
@@ -47,6 +65,7 @@ class QueryCleaner(Owner):
         self.heads, self.features = heads, features or size
         self.clean, self.centred, self.normalize = config.clean, config.centred, config.normalize
         self.fixed_lam, self.gate_init = config.fixed_lam, config.gate_init
+        self.read = READS[config.read]
         self.unit_qk, self.backend = config.unit_qk, config.backend
         self.current_key_init = config.current_key_init if config.current_key_read else None
         self.plain = not config.clean and not config.current_key_read
@@ -108,28 +127,33 @@ class QueryCleaner(Owner):
     ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
         """The query to read with, the key to write with, and the covariance after the last token where asked for."""
         q, k = self.prepare(q, k)
-        covariance = None
-        if self.clean:
+        covariance = None if state is None or not self.clean else state["covariance"]
+        options = (self.centred, self.normalize, covariance, output_state, seqs.cu_seqlens, self.backend)
+        if self.clean and self.read is None:
             lam = Gate(self.gate_weight, self.gate_bias) if self.by_gate and raw is q else self.gate(raw)
-            start = None if state is None else state["covariance"]
             if self.record_angle and isinstance(lam, Tensor):
-                self.angle = self.turned(q, k, lam, start, seqs.cu_seqlens)
-            q, k, covariance = clean_query(
-                q, k, lam, self.centred, self.normalize, initial_state=start,
-                output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.backend,
-            )  # fmt: skip
+                y = correction(q, k, self.centred, self.normalize, covariance, seqs.cu_seqlens, self.backend)
+                self.angle = self.turned(q, y, lam)
+            q, k, covariance = clean_query(q, k, lam, *options)
+        elif self.clean:
+            y, k, covariance = sigma_q(q, k, *options)
+            lam = self.gate(raw)
+            if self.record_angle:
+                self.angle = self.turned(q, y, lam)
+            q = self.read_with(q, y, lam).to(q.dtype)
         return self.without_current_key(q, k), k, covariance
 
+    def read_with(self, q: Float[Tensor, "*B H F"], y: Float[Tensor, "*B H F"], lam: Float[Tensor, "*B H"]) -> Tensor:
+        """The cleaned query of y = Sigma_t q, in the dtype of y, in training and in a step."""
+        q = precision.unit(q) if self.normalize == "unit" else q.to(y.dtype)
+        lam = lam.to(y.dtype)[..., None]
+        return q - lam * y if self.read is None else self.read(q, y, lam)
+
     @torch.no_grad()
-    def turned(
-        self, q: Tensor, k: Tensor, lam: Tensor, start: CovarianceState | None, cu_seqlens: Tensor | None
-    ) -> Float[Tensor, "B T H"]:
-        """The angle between q and q_clean in degrees; from y itself, for a small one is lost in a rounded q_clean."""
-        y = correction(q, k, self.centred, self.normalize, start, cu_seqlens, self.backend)
-        q = q.to(y.dtype) if self.normalize == "stats" else reference.unit(q)
-        cleaned = q - lam[..., None].to(y.dtype) * y
-        lengths = [x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in (q, cleaned)]
-        chord = (q / lengths[0] - cleaned / lengths[1]).norm(dim=-1)
+    def turned(self, q: Tensor, y: Tensor, lam: Tensor) -> Float[Tensor, "*B H"]:
+        """The angle between q and q_clean in degrees; of y itself, for a small one is lost in a rounded q_clean."""
+        directions = [F.normalize(x.to(y.dtype), dim=-1, eps=1e-12) for x in (q, self.read_with(q, y, lam))]
+        chord = (directions[0] - directions[1]).norm(dim=-1)
         return torch.rad2deg(2 * torch.asin((chord / 2).clamp(max=1)))
 
     def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
@@ -155,7 +179,10 @@ class QueryCleaner(Owner):
         if not self.plain:  # else the step makes them unit
             q, k = self.prepare(q, k)
         cleaning = None
-        if self.clean:
+        if self.clean and self.read is not None:
+            y, k, _ = sigma_q_step(q, k, state["covariance"], self.centred, self.normalize, inplace=True)
+            q = self.read_with(q, y, self.gate(raw)).to(q.dtype)
+        elif self.clean:
             cleaning = Cleaning(
                 state["covariance"],
                 lam=None if self.by_gate else self.gate(raw),

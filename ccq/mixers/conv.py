@@ -15,9 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.mixers.base import Sequences
-from ccq.mixers.norms import fused
-from ccq.ops.dispatch import resolve
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import Call, choose
+from ccq.ops.precision import stats_dtype
 
 
 class ShortConv(nn.Module):
@@ -43,7 +42,7 @@ class ShortConv(nn.Module):
     ) -> Float[Tensor, "B T C"]:
         """y, continuing from `state`; `final_state` gives the next one."""
         past = self.weight.shape[-1] - 1
-        if fused(x):
+        if choose("conv", Call(x.device, x.dtype)) == "fla":
             from fla.modules.causal_conv1d import causal_conv1d
 
             if state is not None:  # fla keeps W inputs and reads the last W - 1 of them
@@ -77,7 +76,7 @@ class ShortConv(nn.Module):
 
     def step(self, x: Float[Tensor, "B C"], state: Float[Tensor, "B C W1"], backend: str = "auto") -> Tensor:
         """y [B, C] for one more token of each sequence; `state` is updated in place."""
-        if resolve(backend, x.device, x.dtype, 1) == "triton":
+        if choose("conv_step", Call(x.device, x.dtype), backend) == "triton":
             from ccq.mixers import fused_conv  # imports Triton
 
             return fused_conv.step([x], state, [self.weight], self.bias, self.silu)[0]
@@ -94,7 +93,7 @@ def step_together(
     convs: Sequence[ShortConv], xs: Sequence[Float[Tensor, "B C"]], state: Float[Tensor, "B C2 W1"], backend: str
 ) -> list[Tensor]:
     """`step` of convolutions of one width, without bias, whose channels follow each other in one state."""
-    if resolve(backend, xs[0].device, xs[0].dtype, 1) == "triton":
+    if choose("conv_step", Call(xs[0].device, xs[0].dtype), backend) == "triton":
         from ccq.mixers import fused_conv  # imports Triton
 
         return fused_conv.step(xs, state, [conv.weight for conv in convs], silu=convs[0].silu)

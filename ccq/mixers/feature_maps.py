@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.ops.reference import no_autocast, stats_dtype
+from ccq.ops.precision import no_autocast, stats_dtype
 
 
 class Hedgehog(nn.Module):

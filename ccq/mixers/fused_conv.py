@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops.configs import cdiv
+from ccq.ops.clean.triton.configs import cdiv
 
 BLOCK = 256
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops.configs import cdiv, power_of_2
+from ccq.ops.clean.triton.configs import cdiv, power_of_2
 
 BLOCK = 256
 

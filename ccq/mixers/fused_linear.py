@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.mixers.linear import ROWS
-from ccq.ops.configs import cdiv
+from ccq.ops.choose import ROWS
+from ccq.ops.clean.triton.configs import cdiv
 
 
 class Tiles(NamedTuple):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import register
 from ccq.mixers.key_value import KeyValueMixer
-from ccq.ops.dispatch import resolve
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import Call, choose, unwatched
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -53,8 +53,8 @@ class GatedDeltaNet(KeyValueMixer):
         self, x: Float[Tensor, "*B D"], *projected: Float[Tensor, "*B H"]
     ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
         a, b = projected
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not a.numel()
-        if not plain and resolve(self.config.backend, a.device, a.dtype, 1) == "triton":
+        call = Call(a.device, a.dtype, unwatched=unwatched(a))
+        if a.numel() and choose("decay", call, self.config.backend) == "triton":
             from ccq.mixers import fused_gates  # imports Triton
 
             return fused_gates.gates(a, b, self.A_log, self.dt_bias)

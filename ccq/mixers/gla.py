@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import register
 from ccq.mixers.key_value import KeyValueMixer
-from ccq.mixers.linear import fusible
+from ccq.mixers.linear import few_rows
+from ccq.ops.choose import choose
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -44,7 +45,7 @@ class GatedLinearAttention(KeyValueMixer):
     ) -> tuple[Float[Tensor, "*B H F"], None]:
         (low,) = projected
         last = self.low_rank[1]
-        if fusible(low, [last], self.config.backend):
+        if choose("linear", few_rows(low, [last]), self.config.backend) == "triton":
             from ccq.mixers import fused_gates  # imports Triton
 
             g = fused_gates.low_rank_decay(low, last.weight, last.bias, self.normalizer)

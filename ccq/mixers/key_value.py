@@ -20,8 +20,8 @@ from ccq.mixers.conv import ShortConv, final_state, step_together
 from ccq.mixers.feature_maps import make_feature_map
 from ccq.mixers.linear import project
 from ccq.mixers.norms import GatedRMSNorm, RMSNorm
-from ccq.mixers.recurrence import flops, recurrence
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
+from ccq.ops.recurrence import flops, recurrence
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig

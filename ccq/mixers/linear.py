@@ -8,24 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.mixers import norms
-from ccq.ops.dispatch import resolve
-
-ROWS = 16  # of x, up to which our kernels take it: those of a tensor core's tile (0: never). With more a GEMM has work
+from ccq.ops.choose import Call, choose, unwatched
 
 
-def fusible(x: Tensor, linears: Sequence[nn.Linear], backend: str = "auto") -> bool:
-    """Whether a kernel of ours may stand for these: plain Linears, nothing hooked to them, and few rows."""
-    return (
-        norms.FUSED
-        and x.ndim == 2
-        and 0 < x.shape[0] <= ROWS
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(x.device.type)
-        and all(plain(linear, x.dtype) for linear in linears)
-        and resolve(backend, x.device, x.dtype, 1) == "triton"
-    )
+def few_rows(x: Tensor, linears: Sequence[nn.Linear]) -> Call:
+    """The call of a kernel that stands for these: plain Linears, nothing hooked to them, and few rows."""
+    if x.ndim != 2 or not unwatched(x):
+        return Call(x.device, x.dtype)
+    return Call(x.device, x.dtype, rows=x.shape[0], unwatched=all(plain(linear, x.dtype) for linear in linears))
 
 
 def bare(linear: nn.Module) -> bool:
@@ -52,7 +42,8 @@ def plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
 
 def project(x: Float[Tensor, "*B D"], linears: Sequence[nn.Linear], backend: str = "auto") -> list[Tensor]:
     """What each of the Linears makes of x."""
-    if fusible(x, linears, backend) and all(linear.bias is None for linear in linears):
+    biased = any(linear.bias is not None for linear in linears)
+    if not biased and choose("linear", few_rows(x, linears), backend) == "triton":
         from ccq.mixers import fused_linear  # imports Triton
 
         return fused_linear.project(x, [linear.weight for linear in linears])

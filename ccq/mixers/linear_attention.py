@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ccq.mixers.base import register
 from ccq.mixers.gated_deltanet import high
 from ccq.mixers.key_value import KeyValueMixer
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig

@@ -23,8 +23,8 @@ from ccq.mixers.conv import ShortConv, final_state
 from ccq.mixers.gated_deltanet import inverse_softplus_of_times_, log_decay, log_uniform_
 from ccq.mixers.key_value import nbytes
 from ccq.mixers.norms import GatedRMSNorm
-from ccq.mixers.recurrence import flops, recurrence
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
+from ccq.ops.recurrence import flops, recurrence
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig

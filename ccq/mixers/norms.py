@@ -1,33 +1,23 @@
-"""The norms of decoder and mixers: fla's fused kernels on a GPU, plain PyTorch elsewhere, one switch for both.
+"""The norms of decoder and mixers: fla's fused kernels on a GPU, plain PyTorch elsewhere.
 
 Everything is computed in fp32 (fp64 for fp64) and returned in the dtype of x.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.ops import reference
-from ccq.ops.reference import EPS, stats_dtype
-
-# the one switch: False runs plain PyTorch on a GPU too, to look for a kernel that errs
-FUSED = True
-
-
-@functools.cache
-def _fla_installed() -> bool:
-    return importlib.util.find_spec("fla") is not None
+from ccq.ops import precision
+from ccq.ops.choose import Call, choose
+from ccq.ops.precision import EPS, stats_dtype
 
 
 def fused(x: Tensor) -> bool:
-    """Whether fla's kernels take `x`. Compiled code goes without: there the compiler fuses what plain PyTorch says."""
-    return FUSED and x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _fla_installed()
+    """Whether fla's kernels take `x`."""
+    return choose("norm", Call(x.device, x.dtype)) == "fla"
 
 
 def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*B D"]:
@@ -95,4 +85,4 @@ def unit(x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
         from fla.modules.norm.l2norm import l2norm
 
         return l2norm(x, EPS)
-    return reference.unit(x).to(x.dtype)
+    return precision.unit(x).to(x.dtype)

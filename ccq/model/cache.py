@@ -16,7 +16,6 @@ from transformers import Cache
 
 if TYPE_CHECKING:
     from ccq.mixers import LayerState, Mixer
-    from ccq.model.graphs import DecodeGraph
 
 
 class CCQCache(Cache):
@@ -32,7 +31,6 @@ class CCQCache(Cache):
         self.states: list[LayerState] = []
         self.lengths: Int[Tensor, " N"] | None = None  # real tokens of each sequence, padding not counted
         self.seen = 0  # columns of all calls so far, padding counted: what `generate` cuts its prompt by
-        self.graph: DecodeGraph | None = None  # of which the states are the buffers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -92,7 +90,7 @@ class CCQCache(Cache):
         return new
 
     def _take(self, other: CCQCache) -> None:
-        self.states, self.lengths, self.seen, self.graph = other.states, other.lengths, other.seen, None
+        self.states, self.lengths, self.seen = other.states, other.lengths, other.seen
 
     def clone(self) -> CCQCache:
         return self.map(torch.clone)
@@ -110,7 +108,7 @@ class CCQCache(Cache):
 
     def follow(self, states: list[LayerState], lengths: Int[Tensor, " N"], columns: int) -> None:
         """Take the states after a call that added so many real tokens, and so many columns."""
-        self.states, self.graph = states, None
+        self.states = states
         self.lengths = lengths if self.lengths is None else self.lengths + lengths
         self.seen += columns
 

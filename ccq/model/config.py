@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ccq.mixers import MIXERS
+from ccq.mixers import MIXERS, READS
 from ccq.names import nearest
 from ccq.systems import SIZES, SYSTEMS, differing, in_words
 
@@ -74,6 +74,7 @@ class CCQConfig(PretrainedConfig):
     current_key_read: bool = False  # Comba's read: q - d * k of the same token, d learned, one a head
     current_key_init: float = 0.02  # where d starts
     clean: bool = False  # q_clean = q - lam * Sigma_t q
+    read: str = "paper"  # that, or another of ccq.mixers.READS
     centred: bool = True
     normalize: str = "unit"  # of clean_query; "stats" for weights trained without unit q and k
     gate_init: float = 0.01  # where lam starts
@@ -116,7 +117,8 @@ class CCQConfig(PretrainedConfig):
         ):
             if not holds:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)}")
-        for name, choices in {"mixer": tuple(MIXERS), **CHOICES}.items():  # those that were registered by now
+        registered = {"mixer": tuple(MIXERS), "read": tuple(READS)}  # by now
+        for name, choices in {**registered, **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
                 known = ", ".join(choices)
@@ -141,6 +143,8 @@ class CCQConfig(PretrainedConfig):
             raise ValueError("clean: attention has no key-value state to read with a cleaned query")
         if self.clean and self.current_key_read:
             raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
+        if self.read != "paper" and not self.clean:
+            raise ValueError(f"read: expected clean=True with {self.read!r}, which is a way to clean the query")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> CCQConfig:

@@ -23,11 +23,11 @@ from ccq.mixers.linear import bare, watched
 from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
-from ccq.model.graphs import graph_for, release
+from ccq.model.graphs import Decoding
 from ccq.model.layers import RMSNorm, SwiGLU, add_norm
 from ccq.model.loss import IGNORE, linear_cross_entropy
 from ccq.ops.checks import check_borders
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
 
 
 @dataclass
@@ -252,23 +252,8 @@ class CCQModel(CCQPreTrainedModel):
             return CCQCache() if wanted else None
         if not isinstance(cache, CCQCache):
             raise TypeError(f"past_key_values: expected a CCQCache, got {type(cache).__name__}")
-        cache.check_kinds(self.state_kinds)
+        cache.check_kinds([layer.mixer.state_kinds for layer in self.blocks()])
         return cache
-
-    @property
-    def state_kinds(self) -> list[set[str] | None]:
-        """What each layer keeps of a sequence, by name; None where a mixer begins a state in `forward` alone."""
-        mixers = [layer.mixer for layer in self.blocks()]
-        known, kinds = self.__dict__.get("_state_kinds", ([], []))  # asked at every step of decoding
-        if len(known) != len(mixers) or any(one is not two for one, two in zip(known, mixers, strict=True)):
-            kinds = []
-            for mixer in mixers:
-                try:
-                    kinds.append(set(mixer.new_state(0, "meta", torch.float32)))
-                except NotImplementedError:
-                    kinds.append(None)
-            self.__dict__["_state_kinds"] = mixers, kinds
-        return kinds
 
     def output(
         self, hidden: Tensor, cache: CCQCache | None, hidden_states: tuple | None, return_dict: bool | None
@@ -292,6 +277,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = CCQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.decoding = Decoding()
         self.post_init()
         self._keys_to_ignore_on_load_unexpected = set()  # transformers takes the model's, but this one has a head
 
@@ -409,13 +395,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         """The logits of a decode step that a graph takes, in its memory until the next one; None for any other call."""
         if ids is None or not isinstance(cache, CCQCache) or not decodes(ids, mask, None, cache):
             return None
-        if cache.graph is not None and not cache.graph.has_room(cache.seen + 1):
-            cache.graph.detach()
-        graph = cache.graph or graph_for(self, cache, max(graph_length, cache.seen + 1))
-        if graph is None:
-            return None
-        cache.seen += 1
-        return graph(ids[:, 0])[:, None]
+        logits = self.decoding.step(self, ids[:, 0], cache, graph_length)
+        return None if logits is None else logits[:, None]
 
     # What `generate` of transformers calls.
 
@@ -466,7 +447,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
                 return sampling.sample(self, *given, streamer=streamer, **arguments)
             return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **arguments)  # type: ignore[misc]
         finally:
-            release(self)
+            self.decoding.release()
 
 
 @dataclass(frozen=True)

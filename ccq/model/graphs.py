@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ccq.mixers.linear import watched
-from ccq.ops.dispatch import BackendFallbackWarning
+from ccq.ops.choose import BackendFallbackWarning
 
 if TYPE_CHECKING:
     from ccq.model.cache import CCQCache
@@ -50,8 +50,6 @@ class DecodeGraph:
             self.lengths = torch.zeros_like(self.tokens)
             self.states = [mixer.new_state(batch, model.device, model.dtype, self.room) for mixer in mixers]
             self.run = capture(lambda: model.decode(self.tokens, self.states, self.lengths), model.device)
-        self.cache: weakref.ref[CCQCache] | None = None  # whose states the buffers hold
-        self.thread: int | None = None
 
     def fits(self, model: CCQForCausalLM, batch: int, max_length: int) -> bool:
         return self.key == identity(model, batch) and self.has_room(max_length)
@@ -59,22 +57,12 @@ class DecodeGraph:
     def has_room(self, length: int) -> bool:
         return not self.grows or length <= self.room
 
-    def attach(self, cache: CCQCache) -> None:
+    def load(self, cache: CCQCache) -> None:
         """Copy the states of `cache` in; from now on they are the buffers, and change with every step."""
-        self.detach()
         with torch.inference_mode(False), torch.no_grad():
             pytree.tree_map(copy_into, self.states, cache.states)
             self.lengths.copy_(cache.rows)
-        cache.states, cache.lengths, cache.graph = self.states, self.lengths, self
-        self.cache, self.thread = weakref.ref(cache), threading.get_ident()
-
-    def detach(self) -> None:
-        """Give the cache that is attached, if it still exists, states of its own."""
-        cache = None if self.cache is None else self.cache()
-        if cache is not None and cache.graph is self:
-            own = cache.clone()
-            cache.states, cache.lengths, cache.graph = own.states, own.lengths, None
-        self.cache = self.thread = None
+        cache.states, cache.lengths = self.states, self.lengths
 
     def __call__(self, tokens: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
         """The logits after one more token of each sequence, in memory that the next call writes over."""
@@ -82,8 +70,71 @@ class DecodeGraph:
             self.tokens.copy_(tokens)
             return self.run()
 
+
+class Decoding:
+    """All that generation keeps with a model: its graph, once it has one, and who decodes with that, one at a time."""
+
+    def __init__(self) -> None:
+        self.graph: DecodeGraph | None = None
+        self.failed = False  # to capture one: it is not tried again
+        self.cache: weakref.ref[CCQCache] | None = None  # whose states the graph's buffers are
+        self.thread: int | None = None  # in which it is decoded
+
     def __reduce__(self) -> tuple:  # a copy of the model captures its own
-        return type(None), ()
+        return Decoding, ()
+
+    def holds(self, cache: CCQCache) -> bool:
+        return self.graph is not None and cache.states is self.graph.states
+
+    def step(
+        self, model: CCQForCausalLM, tokens: Int[Tensor, " B"], cache: CCQCache, max_length: int
+    ) -> Float[Tensor, "B V"] | None:
+        """The logits after one more token of each sequence of `cache`, by the graph; None where there can be none."""
+        graph = self.graph_for(model, cache, max(max_length, cache.seen + 1))
+        if graph is None:
+            return None
+        cache.seen += 1
+        return graph(tokens)
+
+    def graph_for(self, model: CCQForCausalLM, cache: CCQCache, max_length: int) -> DecodeGraph | None:
+        """The graph with `cache` in it, captured unless there is one that fits."""
+        if self.graph is not None and self.holds(cache):
+            if self.graph.has_room(cache.seen + 1):
+                return self.graph
+            self.detach()
+        if self.thread not in (None, threading.get_ident()):
+            return None  # another thread decodes with it
+        if self.failed or refusal(model) is not None:
+            return None
+        self.detach()
+        if self.graph is None or not self.graph.fits(model, cache.batch_size, max_length):
+            self.graph = None  # its memory first
+            try:
+                self.graph = DecodeGraph(model, cache.batch_size, max_length)
+            except RuntimeError as error:
+                warnings.warn(
+                    f"decoding runs without a CUDA graph, several times slower at small batches: {error}",
+                    BackendFallbackWarning,
+                    stacklevel=2,
+                )
+                self.failed = True
+                return None
+        self.graph.load(cache)
+        self.cache, self.thread = weakref.ref(cache), threading.get_ident()
+        return self.graph
+
+    def detach(self) -> None:
+        """Give the cache whose states the buffers are, if it still exists, states of its own."""
+        cache = None if self.cache is None else self.cache()
+        if cache is not None and self.holds(cache):
+            own = cache.clone()
+            cache.states, cache.lengths = own.states, own.lengths
+        self.cache = self.thread = None
+
+    def release(self) -> None:
+        """The end of a generation: its cache, if it lives on, no longer changes with the graph."""
+        if self.thread == threading.get_ident():
+            self.detach()
 
 
 def capture(function: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
@@ -150,36 +201,3 @@ def refusal(model: CCQForCausalLM) -> str | None:
         if getattr(module, "intervention", None) is not None or getattr(module, "record", False):
             return f"{type(module).__name__} is watched or intervened in, which a graph would not do"
     return None
-
-
-def graph_for(model: CCQForCausalLM, cache: CCQCache, max_length: int) -> DecodeGraph | None:
-    """The graph that decodes `cache`, captured unless the model has one that fits; None where there can be none."""
-    graph: DecodeGraph | None = model.__dict__.get("_graph")
-    if graph is not None and graph.thread not in (None, threading.get_ident()):
-        return None  # another thread decodes with it
-    if "_no_graph" in model.__dict__ or refusal(model) is not None:
-        return None
-    if graph is None or not graph.fits(model, cache.batch_size, max_length):
-        if graph is not None:
-            graph.detach()
-            model.__dict__["_graph"] = graph = None  # its memory first
-        try:
-            graph = DecodeGraph(model, cache.batch_size, max_length)
-        except RuntimeError as error:
-            warnings.warn(
-                f"decoding runs without a CUDA graph, several times slower at small batches: {error}",
-                BackendFallbackWarning,
-                stacklevel=2,
-            )
-            model.__dict__["_no_graph"] = True
-            return None
-        model.__dict__["_graph"] = graph
-    graph.attach(cache)
-    return graph
-
-
-def release(model: CCQForCausalLM) -> None:
-    """The end of a generation: its cache, if it lives on, no longer changes with the graph."""
-    graph: DecodeGraph | None = model.__dict__.get("_graph")
-    if graph is not None and graph.thread == threading.get_ident():
-        graph.detach()

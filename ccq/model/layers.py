@@ -1,4 +1,4 @@
-"""The layers of the decoder beside the mixers; `fused` is the one switch between fla's kernels and plain PyTorch."""
+"""The layers of the decoder beside the mixers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.mixers.linear import bare, fusible
+from ccq.mixers.linear import bare, few_rows
 from ccq.mixers.norms import RMSNorm, fused
+from ccq.ops.choose import choose
 
 __all__ = ["RMSNorm", "SwiGLU", "add_norm"]
 
@@ -22,12 +23,13 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        if fused(x) and fusible(x, (self.gate_proj, self.up_proj)):
+        how = choose("swiglu", few_rows(x, (self.gate_proj, self.up_proj)))
+        if how == "triton":
             from ccq.mixers import fused_linear  # imports Triton
 
             return self.down_proj(fused_linear.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if fused(gate):
+        if how == "fla":
             from fla.modules.activations import swiglu, swiglu_linear
 
             if bare(self.down_proj):

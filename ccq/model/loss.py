@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ccq.mixers.norms import fused
-from ccq.ops.reference import no_autocast, stats_dtype
+from ccq.ops.choose import Call, choose
+from ccq.ops.precision import no_autocast, stats_dtype
 
 IGNORE = -100  # the target of a token that is not scored
 LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a chunk at most: of 2 or 4 bytes each
@@ -83,7 +83,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits: Tensor, target: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
     """The loss of a chunk, and its gradient in place of the logits [C, V], which are gone."""
-    if fused(logits):
+    if choose("loss", Call(logits.device, logits.dtype)) == "fla":
         from fla.modules.fused_cross_entropy.ops import cross_entropy_bwd, cross_entropy_fwd
 
         loss, _, lse, classes, first = cross_entropy_fwd(logits, target, ignore_index=IGNORE)

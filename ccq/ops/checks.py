@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ccq.names import nearest
-from ccq.ops.dispatch import check_backend
-from ccq.ops.reference import stats_dtype
-from ccq.ops.state import CovarianceState
+from ccq.ops.choose import check_backend
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.precision import stats_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMALIZE = ("unit", "none", "stats")
@@ -25,7 +25,7 @@ NORMALIZE = ("unit", "none", "stats")
 def check_call(
     q: Tensor,
     k: Tensor,
-    lam: Tensor | tuple[Tensor, Tensor],
+    lam: Tensor | tuple[Tensor, Tensor] | None,
     state: CovarianceState | None,
     cu_seqlens: Tensor | None,
     centred: bool,
@@ -34,13 +34,13 @@ def check_call(
     *,
     tokens: bool,
 ) -> None:
-    """Raise unless the arguments fit together. `tokens`: q is [B, T, Hq, K], not the [B, Hq, K] of one step."""
+    """Raise unless the arguments fit together (None: there is no lam). `tokens`: q is [B, T, Hq, K], not [B, Hq, K]."""
     axes = "B, T, Hq, K" if tokens else "B, Hq, K"
     if isinstance(lam, tuple) and not tokens:
         raise TypeError("lam: expected a tensor [B, Hq] for one token, got a tuple; ccq.ops.gate makes it of a Gate")
     if isinstance(lam, tuple) and len(lam) != 2:
         raise TypeError(f"lam: expected a tensor, or a Gate of weight and bias, got a tuple of {len(lam)}")
-    for name, x in (("q", q), ("k", k), ("lam", q if isinstance(lam, tuple) else lam)):
+    for name, x in (("q", q), ("k", k), ("lam", q if lam is None or isinstance(lam, tuple) else lam)):
         check_float(name, x)
     if q.ndim != (4 if tokens else 3):
         raise ValueError(f"q: expected shape [{axes}], got {tuple(q.shape)}")
@@ -57,7 +57,7 @@ def check_call(
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {key_heads}")
     if isinstance(lam, tuple):
         check_gate(q, *lam)
-    elif lam.shape != q.shape[:-1]:
+    elif lam is not None and lam.shape != q.shape[:-1]:
         raise ValueError(
             f"lam: expected shape [{axes.removesuffix(', K')}] = {tuple(q.shape[:-1])}, got {tuple(lam.shape)}"
         )

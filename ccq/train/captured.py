@@ -135,9 +135,7 @@ class DeviceStep:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 found = self.run(inputs)
         except RuntimeError as error:
-            raise RunError(
-                f"no CUDA graph of the step ({first_line(error)}): take --runtime.no-capture"
-            ) from error
+            raise RunError(f"no CUDA graph of the step ({first_line(error)}): take --runtime.no-capture") from error
         return graph, found
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from ccq.data.batches import IGNORE
 from ccq.data.mqar import MQAR
 from ccq.model.loss import linear_cross_entropy, outer
-from ccq.ops.reference import stats_dtype
+from ccq.ops.precision import stats_dtype
 from ccq.train.captured import WARM_UP, DeviceUpdate
 from ccq.train.config import Config
 from ccq.train.data import mqar

@@ -13,6 +13,7 @@ from helpers import assert_close
 from ccq.mixers import Attention, Sequences
 from ccq.mixers import attention as module
 from ccq.model import CCQConfig
+from ccq.ops.choose import Call, choose
 
 N, T, D = 3, 20, 32
 
@@ -197,7 +198,8 @@ def test_packed_on_a_gpu_equals_the_cpu(dtype):
     y = copy.deepcopy(mixer).to("cuda", dtype)(leaf, moved)[0]
     # weights, q, k, v and the output are rounded: five times 2^-9 in bf16
     assert_close("y", ref, y.cpu(), 2**-6 if dtype == torch.bfloat16 else 1e-5)
-    assert module.flash_takes(leaf.unflatten(-1, (4, 8))) == (dtype == torch.bfloat16)
+    how = "flash" if dtype == torch.bfloat16 else "torch"
+    assert choose("packed_attention", Call.of(leaf.unflatten(-1, (4, 8)))) == how
     y.square().sum().backward()
     assert leaf.grad.isfinite().all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import TOLERANCE, assert_close, checked, unit_vector
+from helpers import LAYERS, TOLERANCE, assert_close, checked, unit_vector
 
 from ccq import clean_query
 from ccq.mixers import QueryCleaner, Sequences
@@ -175,7 +175,7 @@ def test_fused_norms_on_a_gpu_are_the_same(monkeypatch):
         cotangent = torch.randn(2, 3, 64, device="cuda")  # not a function of y: a norm's gradient along y vanishes
         results = []
         for fused in (True, False):
-            monkeypatch.setattr("ccq.mixers.norms.FUSED", fused)
+            monkeypatch.setattr("ccq.ops.choose.PLAIN", frozenset() if fused else LAYERS)
             y = call(*inputs)
             results.append((y, *torch.autograd.grad(y, inputs, cotangent)))
         for got, ref in zip(*results, strict=True):

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TOLERANCE, assert_close, checked
+from helpers import LAYERS, TOLERANCE, assert_close, checked
 from torch import Tensor
 
 from ccq.mixers.base import Sequences
@@ -160,7 +160,7 @@ def test_fla_on_a_gpu_is_the_same(monkeypatch, T, started):
         state = draw(seqs.count, C, 3, seed=1).float().cuda() if started else None
         results = []
         for fused in (True, False):
-            monkeypatch.setattr("ccq.mixers.norms.FUSED", fused)
+            monkeypatch.setattr("ccq.ops.choose.PLAIN", frozenset() if fused else LAYERS)
             y = conv(x, seqs, state)
             results.append((y, *torch.autograd.grad(y.square().sum(), [x, *conv.parameters()])))
         for got, ref in zip(*results, strict=True):

@@ -9,11 +9,12 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TOLERANCE, assert_close
+from helpers import LAYERS, TOLERANCE, assert_close
 from torch import Tensor, nn
 
-from ccq.mixers import fused_conv, fused_gates, fused_linear, linear, make_mixer, norms
+from ccq.mixers import fused_conv, fused_gates, fused_linear, linear, make_mixer
 from ccq.model import CCQConfig, CCQForCausalLM
+from ccq.ops import choose
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
@@ -87,9 +88,9 @@ def test_steps_of_a_block_with_our_kernels_are_its_steps_without_on_a_gpu(system
         x, y = (draw(8, 2048, seed=2 * seed + i, dtype=dtype, device="cuda") for i in range(2))
         with torch.no_grad():
             got = block.step(x, y, state, None)
-            monkeypatch.setattr(norms, "FUSED", False)
+            monkeypatch.setattr(choose, "PLAIN", LAYERS)
             ref = block.step(x, y, before, None)
-            monkeypatch.setattr(norms, "FUSED", True)
+            monkeypatch.setattr(choose, "PLAIN", frozenset())
         for name, a, b in zip(("x", "y"), ref, got, strict=True):
             # some ten roundings in a row, those of sublayers within larger sums
             assert_close(name, a, b, 8 * TOLERANCE[dtype])
@@ -129,7 +130,7 @@ def test_only_plain_linears_are_fused(monkeypatch):
     assert not fused()
     handle.remove()
     assert linear.project(x, given, "triton")[0].requires_grad
-    monkeypatch.setattr(norms, "FUSED", False)
+    monkeypatch.setattr(choose, "PLAIN", LAYERS)
     assert not fused()
 
 
@@ -142,7 +143,7 @@ def test_down_projection_is_called_where_somebody_looks(kind, monkeypatch):
     activations.swiglu = lambda gate, up: F.silu(gate) * up
     activations.swiglu_linear = lambda gate, up, weight, bias: F.linear(F.silu(gate) * up, weight, bias)
     monkeypatch.setitem(sys.modules, "fla.modules.activations", activations)
-    monkeypatch.setattr(layers, "fused", lambda x: True)
+    monkeypatch.setattr(layers, "choose", lambda *_: "fla")
     mlp, x = layers.SwiGLU(8, 16), torch.randn(2, 3, 8)
     plain = mlp(x)
     if kind == "hook":

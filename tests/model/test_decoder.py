@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import LAYERS
 from model_helpers import CLOSE, SYSTEMS, make_model, relative, shared_model, tokens
 
 from ccq.model import CCQConfig, CCQForCausalLM, CCQModel
@@ -188,7 +189,7 @@ def test_gradients_on_a_gpu_equal_those_on_a_cpu(system, fused, monkeypatch):
     What is a sum of many terms that cancel (the gradients of A_log, two numbers) may err by more than the others, but
     by no more than a few times what it changes by when the weights themselves are rounded to ten bits.
     """
-    monkeypatch.setattr("ccq.mixers.norms.FUSED", fused)
+    monkeypatch.setattr("ccq.ops.choose.PLAIN", frozenset() if fused else LAYERS)
     model, ids = make_model(system), tokens(2, 150)
     mask = torch.ones_like(ids)
     mask[0, :37] = 0

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from ccq import cli
 from ccq.model import CCQCache, CCQForCausalLM, graphs
-from ccq.ops.dispatch import BackendFallbackWarning
+from ccq.ops.choose import BackendFallbackWarning
 
 each_system = pytest.mark.parametrize("system", SYSTEMS)
 few_systems = pytest.mark.parametrize("system", ["transformer", "ccq-gated-deltanet"])
@@ -48,7 +48,7 @@ def test_greedy_is_the_argmax_loop(system, way):
     model, prompt = make_model(system), tokens(2, 9)
     got = model.generate(prompt, max_new_tokens=25, do_sample=False)
     assert torch.equal(got, greedy(model, prompt, 25))
-    assert ("_graph" in model.__dict__) == (way == "as a graph")
+    assert (model.decoding.graph is not None) == (way == "as a graph")
 
 
 @each_system
@@ -93,7 +93,7 @@ def test_generation_goes_on_from_a_cache(system, way):
     cache = first.past_key_values
     assert isinstance(cache, CCQCache)
     assert cache.get_seq_length() == 13  # the last token was not read yet
-    assert cache.graph is None
+    assert not model.decoding.holds(cache)
     kept = copy.deepcopy(cache)
     for again in (kept, cache):
         more = model.generate(first.sequences, past_key_values=again, max_new_tokens=5, do_sample=False)
@@ -166,10 +166,10 @@ def test_graph_steps_equal_plain_steps(system, cpu_graphs):
         ref = model(ids[:, t : t + 1], past_key_values=plain).logits
         got = model(ids[:, t : t + 1], past_key_values=cache, graph_length=40).logits
         torch.testing.assert_close(got, ref, rtol=0, atol=rounding * ref.abs().max().item())
-    assert cache.graph is not None
+    assert model.decoding.holds(cache)
     assert cache.get_seq_length() == 40
     assert cache.lengths.tolist() == [40, 40]
-    fixed = [x.data_ptr() for x in torch.utils._pytree.tree_leaves(cache.graph.states)]
+    fixed = [x.data_ptr() for x in torch.utils._pytree.tree_leaves(model.decoding.graph.states)]
     model(ids[:, :1], past_key_values=cache, graph_length=40)
     assert [x.data_ptr() for x in torch.utils._pytree.tree_leaves(cache.states)] == fixed  # memory of the capture
     if system != "transformer":  # whose buffers grow
@@ -179,20 +179,20 @@ def test_graph_steps_equal_plain_steps(system, cpu_graphs):
 def test_one_graph_serves_many_calls(cpu_graphs):
     model, ids = make_model("transformer"), tokens(2, 20)
     model.generate(ids, max_new_tokens=3, do_sample=False)
-    first = model.__dict__["_graph"]
+    first = model.decoding.graph
     assert first.room == 256
     model.generate(ids, max_new_tokens=200, do_sample=False)
-    assert model.__dict__["_graph"] is first
+    assert model.decoding.graph is first
     model.generate(ids, max_new_tokens=256, do_sample=False)  # does not fit: another one
-    second = model.__dict__["_graph"]
+    second = model.decoding.graph
     assert second is not first
     model.generate(ids[:1], max_new_tokens=3, do_sample=False)  # another batch
-    assert model.__dict__["_graph"] is not second
+    assert model.decoding.graph is not second
     linear = make_model("gla")
     linear.generate(ids, max_new_tokens=3, do_sample=False)
-    first = linear.__dict__["_graph"]
+    first = linear.decoding.graph
     linear.generate(ids, max_new_tokens=300, do_sample=False)  # nothing grows
-    assert linear.__dict__["_graph"] is first
+    assert linear.decoding.graph is first
 
 
 def test_a_graph_that_is_full_makes_way_for_a_larger_one(cpu_graphs):
@@ -200,14 +200,14 @@ def test_a_graph_that_is_full_makes_way_for_a_larger_one(cpu_graphs):
     cache = model(ids[:, :250]).past_key_values
     rest = [model(ids[:, t : t + 1], past_key_values=cache, graph_length=1).logits for t in range(250, 270)]
     torch.testing.assert_close(torch.cat(rest, 1), model(ids).logits[:, 250:], rtol=0, atol=CLOSE)
-    assert cache.graph.room == 512
+    assert model.decoding.graph.room == 512
 
 
 def test_nothing_stays_in_a_graph(cpu_graphs):
     """What the last generation left, NaN even, does not reach the next one."""
     model, prompt = make_model("transformer"), tokens(2, 5)
     ref = model.generate(prompt, max_new_tokens=9, do_sample=False)
-    for x in torch.utils._pytree.tree_leaves(model.__dict__["_graph"].states):
+    for x in torch.utils._pytree.tree_leaves(model.decoding.graph.states):
         x.fill_(float("nan") if x.is_floating_point() else 3)
     assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), ref)
 
@@ -231,13 +231,13 @@ def test_a_graph_is_not_replayed_with_an_adapter_set_otherwise(cpu_graphs, chang
     mlp.down_proj = Adapter(mlp.down_proj).to(model.dtype)
     ids = torch.tensor([[1, 2, 3]])
     model.generate(ids, max_new_tokens=4)
-    first = model.__dict__["_graph"]
+    first = model.decoding.graph
     model.generate(ids, max_new_tokens=4)
-    assert model.__dict__["_graph"] is first
+    assert model.decoding.graph is first
     for name, value in change.items():
         setattr(mlp.down_proj, name, value)
     model.generate(ids, max_new_tokens=4)
-    assert model.__dict__["_graph"] is not first
+    assert model.decoding.graph is not first
 
 
 def test_a_graph_is_kept_where_nothing_that_it_computes_is_set_otherwise(cpu_graphs):
@@ -258,7 +258,7 @@ def test_a_graph_is_kept_where_nothing_that_it_computes_is_set_otherwise(cpu_gra
     graphs_seen = []
     for _ in range(3):
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
-        graphs_seen.append(model.__dict__["_graph"])
+        graphs_seen.append(model.decoding.graph)
     assert graphs_seen[2] is graphs_seen[1]
 
 
@@ -268,20 +268,19 @@ def test_a_layer_taken_out_after_generating_is_out(cpu_graphs):
     model.generate(ids, max_new_tokens=4)
     del model.model.layers[1]
     assert model.generate(ids, max_new_tokens=4).shape == (1, 7)
-    assert len(model.model.state_kinds) == 1
 
 
 def test_graph_follows_the_weights(cpu_graphs):
     model, prompt = make_model("ccq-gla"), tokens(1, 5)
     model.generate(prompt, max_new_tokens=3, do_sample=False)
-    graph = model.__dict__["_graph"]
+    graph = model.decoding.graph
     with torch.no_grad():
         model.lm_head.weight.normal_()  # in place: the graph reads it
     assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), greedy(model, prompt, 9))
-    assert model.__dict__["_graph"] is graph
+    assert model.decoding.graph is graph
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))  # elsewhere: captured again
     assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), greedy(model, prompt, 9))
-    assert model.__dict__["_graph"] is not graph
+    assert model.decoding.graph is not graph
 
 
 def test_a_cache_that_leaves_its_graph_keeps_its_numbers(cpu_graphs):
@@ -307,11 +306,10 @@ def test_a_cache_that_leaves_its_graph_keeps_its_numbers(cpu_graphs):
     torch.testing.assert_close(swapped, full[[1, 0], 20:21], rtol=0, atol=CLOSE)
     piece = model(ids[:, 20:25], past_key_values=a).logits  # a piece, then single tokens again
     torch.testing.assert_close(torch.cat([piece, decode(a, 25, 30)], 1), full[:, 20:], rtol=0, atol=CLOSE)
-    graph = model.__dict__["_graph"]
-    assert a.graph is graph
-    assert b.graph is None
-    graphs.release(model)
-    assert a.graph is None
+    assert model.decoding.holds(a)
+    assert not model.decoding.holds(b)
+    model.decoding.release()
+    assert not model.decoding.holds(a)
     del a
     gc.collect()
 
@@ -320,7 +318,7 @@ def test_graph_stays_out_of_copies_and_pickles(cpu_graphs):
     model, prompt = make_model("gla"), tokens(1, 5)
     ref = model.generate(prompt, max_new_tokens=3, do_sample=False)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.__dict__["_graph"] is None
+        assert twin.decoding.graph is None
         assert torch.equal(twin.generate(prompt, max_new_tokens=3, do_sample=False), ref)
 
 
@@ -330,14 +328,14 @@ def test_what_a_graph_would_not_do_goes_without(cpu_graphs):
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
     model.generate(prompt, max_new_tokens=4, do_sample=False)
     assert len(called) == 4
-    assert "_graph" not in model.__dict__
+    assert model.decoding.graph is None
     assert "has hooks" in graphs.refusal(model)
     hook.remove()
     assert graphs.refusal(model) is None
     model.model.layers[1].mixer.cleaner.intervention = torch.zeros_like
     assert "intervened" in graphs.refusal(model)
     model.generate(prompt, max_new_tokens=4, do_sample=False)
-    assert "_graph" not in model.__dict__
+    assert model.decoding.graph is None
     model.model.layers[1].mixer.cleaner.intervention = None
     model.generate(prompt, max_new_tokens=4, do_sample=False, graph_length=0)  # the way to switch it off
     out = model.generate(
@@ -346,7 +344,7 @@ def test_what_a_graph_would_not_do_goes_without(cpu_graphs):
     assert [len(states) for states in out.hidden_states] == [3] * 4
     cache = model(prompt).past_key_values
     assert model(prompt[:, :1], targets=prompt[:, :1], past_key_values=cache, graph_length=9).loss is not None
-    assert "_graph" not in model.__dict__
+    assert model.decoding.graph is None
 
 
 def test_a_capture_that_fails_says_so_once_and_decodes(cpu_graphs, monkeypatch):
@@ -376,7 +374,7 @@ def test_a_second_thread_decodes_without_the_graph(cpu_graphs):
     thread.start()
     thread.join()
     assert torch.equal(results[0], greedy(model, prompt, 5))
-    assert cache.graph is model.__dict__["_graph"]
+    assert model.decoding.holds(cache)
 
 
 @pytest.mark.gpu
@@ -389,7 +387,7 @@ def test_captured_steps_equal_plain_steps(system):
         ref = model(ids[:, t : t + 1], past_key_values=plain).logits
         got = model(ids[:, t : t + 1], past_key_values=cache, graph_length=60).logits
         torch.testing.assert_close(got, ref, rtol=0, atol=1e-3)
-    assert cache.graph is not None, graphs.refusal(model)
+    assert model.decoding.holds(cache), graphs.refusal(model)
     text = model.generate(ids[:, :20], max_new_tokens=30, do_sample=False)
     assert torch.equal(text, model.generate(ids[:, :20], max_new_tokens=30, do_sample=False, graph_length=0))
 

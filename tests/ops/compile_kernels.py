@@ -33,7 +33,10 @@ from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 import ccq
 from ccq.mixers import fused_conv, fused_gates, fused_linear
-from ccq.ops import Cleaning, CovarianceState, fused, fused_decode, fused_gate, fused_step
+from ccq.ops import Cleaning, CovarianceState
+from ccq.ops.clean.triton import gate as fused_gate
+from ccq.ops.clean.triton import launch
+from ccq.ops.recurrence import triton as fused_decode
 
 
 class Hopper:
@@ -91,11 +94,11 @@ def covariance(n: int, heads: int, size: int) -> CovarianceState:
 
 def operator(
     dtype, size, B=1, T=4096, heads=6, groups=1, gated=True, packed=False, state=False, centred=True, normalize="unit",
-    gives="gradients",
+    of="q_clean", gradients=True,
 ):  # fmt: skip
-    """Forward and backward as ccq/ops/library.py calls them; `state`: continues from one, and gives one back.
+    """Forward and backward as ccq/ops/clean/library.py calls them; `state`: continues from one, and gives one back.
 
-    `gives`: "q_clean" without the backward, or "y", the correction by itself.
+    `of`: "q_clean", or "y" by itself.
     """
     q, k = (empty(B, T, h, size, dtype=dtype) for h in (groups * heads, heads))
     lam = empty(B, T, groups * heads)
@@ -103,18 +106,14 @@ def operator(
     seen = covariance(8 if packed else B, heads, size)
     C, s, t = (seen.second_moment, seen.key_sum, seen.count) if state else (None, None, None)
     weight, bias = empty(groups * heads, groups * heads * size), empty(groups * heads)
-    if gives == "y":
-        fused.forward(q, k, lam, C, s, t, cu, centred, normalize, False, True)
-        return
-    _, k_bar, k_rnorm, means, dC, ds = fused.forward(
-        q, k, lam, C, s, t, cu, centred, normalize, state, gate=(weight, bias) if gated else None
-    )
-    if gives == "q_clean":
+    by: tuple = (None, (weight, bias)) if gated else (None if of == "y" else lam, None)
+    out, k_bar, k_rnorm, means, lam, dC, ds = launch.forward(q, k, *by, C, s, t, cu, centred, normalize, state)
+    if not gradients:
         return
     unit = normalize == "unit"
-    fused.backward(
-        torch.empty_like(q), torch.empty_like(k) if unit else None, dC, ds, q, k_bar if unit else k, k_rnorm, means,
-        lam, C, s, t, cu, centred, normalize, gate_weight=weight if gated else None,
+    launch.backward(
+        torch.empty_like(out), torch.empty_like(k) if unit else None, dC, ds, q, k_bar if unit else k, k_rnorm, means,
+        lam, weight if gated else None, C, s, t, cu, centred, normalize,
     )  # fmt: skip
 
 
@@ -123,11 +122,6 @@ def gate(dtype, size, rows, heads=6):
     q, weight = empty(1, rows, heads, size, dtype=dtype), empty(heads, heads * size)
     lam = fused_gate.forward(q, weight, empty(heads))
     fused_gate.backward(torch.empty_like(lam), q, weight, lam)
-
-
-def step(dtype, size, groups=1, centred=True, normalize="unit"):
-    q, k = (empty(8, h, size, dtype=dtype) for h in (6 * groups, 6))
-    fused_step.step(q, k, empty(8, 6 * groups), covariance(8, 6, size), centred, normalize)
 
 
 def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="unit", B=8):
@@ -166,7 +160,7 @@ def decays(dtype, heads=6, size=256, B=8):
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Every switch of every kernel is on in one case and off in another (on Hopper, that of fused_decode.overlaps is always
+# Every switch of every kernel is on in one case and off in another (on Hopper, that of Arch.overlaps is always
 # on); each with each would take minutes.
 CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 256, "B": 8}),
@@ -174,16 +168,14 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 128, "groups": 2, "state": True, "normalize": "stats"}),
     (operator, {"dtype": BF16, "size": 256, "packed": True, "state": True}),
     (operator, {"dtype": BF16, "size": 64, "heads": 1, "packed": True, "state": True, "normalize": "stats"}),
-    (operator, {"dtype": BF16, "size": 64, "heads": 1, "packed": True, "state": True, "gives": "y"}),
+    (operator, {"dtype": BF16, "size": 64, "heads": 1, "gated": False, "packed": True, "state": True, "of": "y"}),
+    (operator, {"dtype": FP16, "size": 64, "groups": 2, "gated": False, "centred": False, "normalize": "none",
+                "of": "y"}),
     (operator, {"dtype": BF16, "size": 64, "B": 64, "groups": 2, "gated": False, "state": True, "centred": False,
                 "normalize": "none"}),
-    (operator, {"dtype": FP16, "size": 64, "gated": False, "centred": False, "gives": "q_clean"}),
+    (operator, {"dtype": FP16, "size": 64, "gated": False, "centred": False, "gradients": False}),
     (operator, {"dtype": FP32, "size": 32, "B": 64}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
-    (step, {"dtype": BF16, "size": 256}),
-    (step, {"dtype": BF16, "size": 64, "groups": 2, "normalize": "stats"}),
-    (step, {"dtype": FP16, "size": 64, "centred": False, "normalize": "none"}),
-    (step, {"dtype": FP32, "size": 256}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gla"}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "B": 1}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "clean": False}),
@@ -236,7 +228,7 @@ def main() -> None:
         patch.object(descriptors, "_validate_common_descriptor", lambda tensor, shape, *rest: len(shape)),  # no address
         # it writes with copy_, for which torch without CUDA refuses a GPU even where there is no data
         patch.object(CovarianceState, "lower_triangle", lambda state: state._second_moment),
-        FakeTensorMode(),  # one for all cases: fused_step keeps a tensor from call to call
+        FakeTensorMode(),
     ):
         for function, options in HOPPER if "--hopper" in sys.argv else CASES:
             case = f"{function.__name__}({', '.join(f'{key}={x}' for key, x in options.items())})"

@@ -29,7 +29,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
 @pytest.mark.slow
 def test_every_variant_of_the_hopper_kernels(tmp_path):
     launches = compile_kernels(tmp_path, "--hopper")["launches"]
-    assert {"ccq.ops.hopper.clean_hopper_kernel", "ccq.ops.hopper.dk_hopper_kernel"} <= {x["kernel"] for x in launches}
+    assert {"ccq.ops.clean.triton.hopper.clean_hopper_kernel", "ccq.ops.clean.triton.hopper.dk_hopper_kernel"} <= {
+        x["kernel"] for x in launches
+    }
 
 
 def compile_kernels(cache: Path, *options: str) -> dict:

@@ -167,7 +167,7 @@ def alignment(path: Path, name: str, untrained: bool = False) -> dict:
     """The real summary of made-up keys: the needle stands off the one direction in which the others vary."""
     from ccq.analysis.alignment import Point, summary
     from ccq.analysis.prompts import GROUPS
-    from ccq.ops.reference import unit
+    from ccq.ops.precision import unit
 
     rng = torch.Generator().manual_seed(0)
     point = Point()

@@ -18,11 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.ops.checks import FLOATS, check_call, check_gate, check_values, same_device
-from ccq.ops.dispatch import resolve
-from ccq.ops.gating import Gate, gate
-from ccq.ops.reference import stats_dtype, unit
-from ccq.ops.state import CovarianceState
-from ccq.ops.step import clean_query_step
+from ccq.ops.choose import Call, choose
+from ccq.ops.clean.gating import Gate, gate
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.clean.step import clean_query_step
+from ccq.ops.precision import stats_dtype, unit
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def decode_step(
     """
     _check(q, k, v, recurrent, g, beta, cleaning)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
-        from ccq.ops import fused_decode  # imports Triton
+    if q.numel() and choose("decode_step", Call.of(q), backend) == "triton":
+        from ccq.ops.recurrence import triton  # imports Triton
 
-        return fused_decode.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)
+        return triton.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)
     if cleaning is not None:
         lam = cleaning.lam
         if lam is None:

@@ -14,7 +14,6 @@ from helpers import (
     DISTRIBUTIONS,
     LAYOUTS,
     NORMALIZE,
-    TOLERANCE,
     Case,
     assert_close,
     assert_effect,
@@ -33,13 +32,13 @@ from helpers import (
 )
 
 from ccq import CovarianceState
-from ccq.ops import BackendUnavailableError, chunk
-from ccq.ops.dispatch import resolve
+from ccq.ops import BackendUnavailableError, choose
+from ccq.ops.clean import chunk
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-from ccq.ops import fused
-from ccq.ops.configs import PASSES, candidates
+from ccq.ops.clean.triton import launch
+from ccq.ops.clean.triton.configs import PASSES, candidates
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 on_gpu = pytest.mark.gpu
@@ -97,37 +96,6 @@ def test_interpreted_kernels_match_reference_in_fp16(keys):
 
 
 @interpreted
-@pytest.mark.usefixtures("nan_in_fresh_memory")
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
-def test_interpreted_step_matches_reference(normalize, heads):
-    case = make_case(T=3, Hq=heads[0], Hk=heads[1], K=40, state=True, dtype=torch.float32, unit=normalize == "none")
-    options = {"normalize": normalize, "inplace": True}
-    ref, got = case.initial_state.clone(), case.initial_state.clone()
-    for t in range(3):
-        token = [x[:, t] for x in case.args]
-        ref_q, ref_k, _ = clean_query_step(*token, ref, **options, backend="reference")
-        q_clean, k_bar, same = clean_query_step(*token, got, **options, backend="triton")
-        assert same is got
-        assert_close("q_clean", ref_q, q_clean, TOLERANCE[torch.float32])
-        assert_close("k_bar", ref_k, k_bar, TOLERANCE[torch.float32])
-        assert torch.equal(ref.count, got.count)
-    assert_close("second_moment", ref.second_moment, got.second_moment, TOLERANCE[torch.float32])
-    assert_close("key_sum", ref.key_sum, got.key_sum, TOLERANCE[torch.float32])
-
-
-@interpreted
-def test_step_reads_the_symmetric_part():
-    case = make_case(T=1, state=True, dtype=torch.float32)
-    state = case.initial_state
-    state.second_moment.add_(torch.randn(state.second_moment.shape, generator=torch.Generator().manual_seed(0)))
-    token = [x[:, 0] for x in case.args]
-    ref = clean_query_step(*token, state, backend="reference")[0]
-    got = clean_query_step(*token, state, backend="triton")[0]
-    assert_close("q_clean", ref, got, TOLERANCE[torch.float32])
-
-
-@interpreted
 @pytest.mark.parametrize(
     ("changed", "why"), [({"dtype": torch.float64}, "float64"), ({"dtype": torch.float32, "K": 257}, "257")], ids=str
 )
@@ -140,11 +108,11 @@ def test_kernels_refuse_what_they_cannot_hold(changed, why):
 @interpreted
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
-    resolve.cache_clear()
+    choose.forget()
     case = make_case(B=1, T=2, dtype=torch.float32)
     with pytest.raises(BackendUnavailableError, match="cpu are not on an NVIDIA GPU"):
         clean_query(*case.args, backend="triton")
-    resolve.cache_clear()
+    choose.forget()
 
 
 # On a GPU
@@ -182,37 +150,8 @@ GPU_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "switch", "expected"),
-    [
-        ((9, 0), "3.8.0", None, True),
-        ((9, 0), "3.8.0", "0", False),
-        ((9, 0), "3.9.0", None, False),
-        ((8, 0), "3.8.0", None, False),
-        ((10, 0), "3.8.0", None, False),
-    ],
-)
-def test_hopper_kernels_run_only_where_they_were_looked_at(monkeypatch, capability, version, switch, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(fused.triton, "__version__", version)
-    monkeypatch.delenv("CCQ_HOPPER", raising=False)
-    if switch is not None:
-        monkeypatch.setenv("CCQ_HOPPER", switch)
-    device = torch.device("cuda")
-    monkeypatch.setattr(fused, "has_gluon", fused.has_gluon.__wrapped__)  # without its cache
-    takes = [
-        fused.hopper_takes(device, dtype, size, length)
-        for dtype, size, length in ((torch.bfloat16, 256, 4096), (torch.bfloat16, 128, 128))
-    ]
-    never = [
-        fused.hopper_takes(where, dtype, size, length)
-        for where, dtype, size, length in (
-            (device, torch.float16, 256, 4096), (device, torch.bfloat16, 64, 4096), (device, torch.bfloat16, 256, 127),
-            (torch.device("cpu"), torch.bfloat16, 256, 4096),
-        )
-    ]  # fmt: skip
-    assert takes == [expected] * 2
-    assert not any(never)
+def has_hopper_kernels() -> bool:
+    return choose.hopper_refuses(choose.Call(torch.device("cuda"), torch.bfloat16, 256, 4096)) is None
 
 
 HOPPER_SHAPES = [
@@ -237,7 +176,7 @@ def test_kernels_match_fp64(dtype, shape, state):
 @pytest.mark.parametrize("state", [True, False], ids=["continued", "begun"])
 def test_hopper_kernels_match_fp64(mode, shape, state):
     shape = HOPPER_SHAPES[shape]
-    if not fused.hopper_takes(torch.device("cuda"), torch.bfloat16, shape["K"], shape["T"]):
+    if not has_hopper_kernels():
         pytest.skip("not a Hopper GPU with Triton 3.8")
     compare_with_fp64(shape, mode, state, torch.bfloat16)
 
@@ -288,7 +227,7 @@ def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     p = chunk.scores(keys, x).bfloat16().float()
     y = (p.flatten(2, 3) @ keys.k + x.flatten(2, 3) @ keys.before).view_as(x) / keys.t
     m = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
-    return chunk.from_grouped_chunks(y - m / keys.t * keys.key_sum, keys, q.shape[0])
+    return chunk.from_grouped_chunks(y - m / keys.t * keys.key_sum, keys, q)
 
 
 @on_gpu
@@ -306,16 +245,16 @@ def test_equal_inputs_give_equal_bits():
 def test_every_config_gives_the_same_numbers(name, monkeypatch):
     case = to_gpu(make_case(B=1, T=700, Hq=4, Hk=2, K=256, dtype=torch.bfloat16))
     ref = results(case, "triton")
-    pick = fused.pick
+    pick = launch.pick
     tried = 0
-    kinds = (False, True) if fused.has_gluon(case.q.device) else (False,)
+    kinds = (False, True) if has_hopper_kernels() else (False,)
     for config in [config for hopper in kinds for config in candidates(name, torch.bfloat16, 256, hopper)]:
 
         def forced(n, *sizes, c=config, hopper=False, **options):  # y by itself is for the others to compute
             wanted = n == name and (hopper or not c.hopper)
             return c if wanted else pick(n, *sizes, hopper=hopper, **options)
 
-        monkeypatch.setattr(fused, "pick", forced)
+        monkeypatch.setattr(launch, "pick", forced)
         got = results(case, "triton")
         tried += 1
         for key, x in ref.items():
@@ -364,10 +303,10 @@ def test_step_under_a_cuda_graph_continues_prefill():
     state = clean_query(*(x[:, :20] for x in case.args), output_final_state=True, backend="triton")[2]
     token = [x[:, 20].clone() for x in case.args]
     with torch.no_grad():
-        clean_query_step(*token, state.clone(), inplace=True, backend="triton")  # compile outside the capture
+        clean_query_step(*token, state.clone(), inplace=True)  # compile outside the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            q_clean, _, _ = clean_query_step(*token, state, inplace=True, backend="triton")
+            q_clean, _, _ = clean_query_step(*token, state, inplace=True)
     state_before = clean_query(*(x[:, :20] for x in case.args), output_final_state=True, backend="triton")[2]
     for name in ("second_moment", "key_sum", "count"):
         getattr(state, name).copy_(getattr(state_before, name))

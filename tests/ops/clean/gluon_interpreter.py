@@ -1,4 +1,4 @@
-"""Run ccq/ops/hopper.py on a CPU: its source, with PyTorch in the place of Gluon, which Triton does not interpret.
+"""Run clean/triton/hopper.py on a CPU: its source, with PyTorch in the place of Gluon, which Triton does not interpret.
 
 Everything is fp32 (Triton's interpreter, which runs the other kernels, truncates to bf16). Each partition of a
 program is a thread, and barriers count arrivals and bytes as the hardware does: a wrong phase waits for ever (and fails
@@ -198,7 +198,7 @@ def nothing(*args, **options):
 
 
 def interpreted() -> ModuleType:
-    """ccq.ops.hopper, to be called with CPU tensors."""
+    """ccq.ops.clean.triton.hopper, to be called with CPU tensors."""
     gl = SimpleNamespace(
         constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None,
         NVMMASharedLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing, BlockedLayout=nothing,
@@ -230,7 +230,9 @@ def interpreted() -> ModuleType:
         f"{root}.gluon.language.nvidia.hopper": hopper,
         f"{root}.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
     }
-    spec = importlib.util.spec_from_file_location("hopper_interpreted", Path(ccq.ops.__file__).with_name("hopper.py"))
+    spec = importlib.util.spec_from_file_location(
+        "hopper_interpreted", Path(ccq.ops.__file__).parent / "clean/triton/hopper.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ccq.ops.configs import cdiv, power_of_2
-from ccq.ops.decode import Cleaning
-from ccq.ops.fused import block_size, processors
-from ccq.ops.kernels import lower_block
-from ccq.ops.reference import EPS
+from ccq.ops.choose import arch
+from ccq.ops.clean.triton.configs import cdiv, power_of_2
+from ccq.ops.clean.triton.launch import block_size, processors
+from ccq.ops.clean.triton.scans import lower_block
+from ccq.ops.precision import EPS
+from ccq.ops.recurrence.decode import Cleaning
 
 BLOCK = 64  # of the covariance's side
 
@@ -146,8 +147,8 @@ def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor,
     covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2 + 1)](
         q, k, lam, raw, weight, bias, second_moment, state.key_sum, state.count, partial,
         heads, size, width, EPS,
-        UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated, OVERLAP=overlaps(q.device),
-        NB=blocks, NR=power_of_2(cdiv(width, block_k)), BB=side, BK=block_k,
+        UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated,
+        OVERLAP=arch(q.device).overlaps, NB=blocks, NR=power_of_2(cdiv(width, block_k)), BB=side, BK=block_k,
         num_warps=warps(block_k),
     )  # fmt: skip
     return lam, partial
@@ -170,7 +171,7 @@ def decode_step(
         lam, partial = update_covariance(q, k, cleaning)
         unit_qk = cleaning.normalize == "unit"
     out = torch.empty_like(v)
-    block_k, overlap = block_size(size), cleaning is not None and overlaps(q.device)
+    block_k, overlap = block_size(size), cleaning is not None and arch(q.device).overlaps
     block_v = columns(batch * value_heads, value_size, q.device)
     read_kernel[(batch * value_heads, cdiv(value_size, block_v))](
         q, k, v, g, beta, recurrent, out,
@@ -187,11 +188,6 @@ def decode_step(
 def warps(block_k: int) -> int:
     """One where a key is short: several would hold its channels twice over, and write them to shared memory so."""
     return 4 if block_k >= 256 else 1
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether a launch may begin while the one before it ends (programmatic dependent launch, Hopper and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def columns(heads: int, value_size: int, device: torch.device) -> int:

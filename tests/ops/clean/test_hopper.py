@@ -13,9 +13,9 @@ if importlib.util.find_spec("triton") is None:
 from gluon_interpreter import interpreted
 from test_fused import MODES, compare_with_fp64
 
-import ccq.ops
-from ccq.ops import fused
-from ccq.ops.configs import candidates
+import ccq.ops.clean.triton
+from ccq.ops.clean.triton import launch
+from ccq.ops.clean.triton.configs import candidates
 
 SHAPES = [
     {"T": 300, "B": 1, "Hq": 2, "Hk": 1, "K": 64},
@@ -27,16 +27,16 @@ SHAPES = [
 def by_hopper(monkeypatch):
     """Calls go through the Hopper kernels; of 3 programs, so that each takes several tiles."""
     module = interpreted()
-    monkeypatch.setitem(sys.modules, "ccq.ops.hopper", module)
-    monkeypatch.setattr(ccq.ops, "hopper", module, raising=False)
-    monkeypatch.setattr(fused, "hopper_takes", lambda *_: True)
-    monkeypatch.setattr(fused, "processors", lambda _: 3)
-    plain = fused.pick
+    monkeypatch.setitem(sys.modules, "ccq.ops.clean.triton.hopper", module)
+    monkeypatch.setattr(ccq.ops.clean.triton, "hopper", module, raising=False)
+    monkeypatch.setattr(launch, "choose", lambda *_: "hopper")
+    monkeypatch.setattr(launch, "processors", lambda _: 3)
+    plain = launch.pick
 
     def pick(name, dtype, block_k, work, interpreted, hopper=False):
         return candidates(name, torch.bfloat16, 128, True)[1] if hopper else plain(name, dtype, block_k, work, True)
 
-    monkeypatch.setattr(fused, "pick", pick)
+    monkeypatch.setattr(launch, "pick", pick)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")

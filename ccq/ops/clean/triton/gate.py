@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops.configs import cdiv, power_of_2
+from ccq.ops.clean.triton.configs import cdiv, power_of_2
 
 
 @triton.jit
@@ -122,13 +122,12 @@ def options(q: Tensor, heads: int) -> dict:
     }
 
 
-def forward(q: Tensor, weight: Tensor, bias: Tensor, lam: Tensor | None = None) -> Tensor:
-    """lam, written into the one given."""
+def forward(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """lam in fp32."""
     q = q.contiguous()
     heads, width = weight.shape
     rows = q.numel() // width
-    if lam is None:
-        lam = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lam = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     gate_kernel[(cdiv(rows, ROWS),)](
         q, weight.contiguous(), bias.contiguous(), lam, rows, heads, width,
         BM=ROWS, BD=COLUMNS, **options(q, heads), num_stages=3 if q.dtype == torch.bfloat16 else 1,

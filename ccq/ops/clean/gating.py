@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.ops.checks import check_gate, refuse_transforms
-from ccq.ops.dispatch import resolve
-from ccq.ops.reference import no_autocast
+from ccq.ops.choose import Call, choose
+from ccq.ops.precision import no_autocast
 
 torch.library.define("ccq::gate", "(Tensor q, Tensor weight, Tensor bias, str backend) -> Tensor")
 torch.library.define(
@@ -51,10 +51,10 @@ def gate(
 
 
 def _gate(q, weight, bias, backend):
-    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
-        from ccq.ops import fused_gate  # imports Triton
+    if q.numel() and choose("gate", Call.of(q), backend) == "triton":
+        from ccq.ops.clean.triton import gate as kernels  # imports Triton
 
-        return fused_gate.forward(q, weight, bias)
+        return kernels.forward(q, weight, bias)
     return plain_gate(q, weight, bias)
 
 
@@ -64,10 +64,10 @@ def plain_gate(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _gate_backward(d_lam, q, weight, lam, backend):
-    if q.numel() and resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton":
-        from ccq.ops import fused_gate
+    if q.numel() and choose("gate", Call.of(q), backend) == "triton":
+        from ccq.ops.clean.triton import gate as kernels
 
-        return fused_gate.backward(d_lam, q, weight, lam)
+        return kernels.backward(d_lam, q, weight, lam)
     return plain_gate_backward(d_lam, q, weight, lam)
 
 

@@ -11,110 +11,53 @@ one masked product; between chunks a running sum of k k^T (forward) and of its a
     D_after = dC_T + dC_T^T + sum_{later chunks} c_t [ q_t g_t^T + g_t q_t^T ]
     e_j     = ds_T - sum_{t>=j} c_t [ m_t(q) g_t + m_t(g) q_t ],    m_t(x) = s_t . x_t / t
 
+The gradient of y itself is that of q_clean with lam = -1, without the query: dq_t = Sigma_t dy_t.
+
 Nothing of size T x T or T x K x K exists: time and memory are linear in T. The backward recomputes what it needs
 from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is saved.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import check_borders
-from ccq.ops.reference import inv_norm, no_autocast, prepare, stats_dtype
+from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
+from ccq.ops.clean.gating import plain_gate, plain_gate_backward
+from ccq.ops.clean.reference import prepare
+from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
 
 
-class Plan(NamedTuple):
-    """How N sequences are cut into chunks; the chunks of one sequence stand next to each other."""
-
-    slots: Tensor | None  # [tokens] where each token lies in the M x C grid; None where the grid has no gaps
-    position: Tensor  # [M, C] how many tokens of the sequence come before
-    owner: Tensor  # [M] the sequence of each chunk
-    some: Tensor  # the sequences that have any token, and for each of them
-    first: Tensor  # its first chunk
-    last: Tensor  # its last chunk
-    links: list[tuple]  # (chunks, the chunks that follow them), in the order in which a scan can go
-
-
-def make_plan(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Plan:
-    """Cut `batch` sequences of `length` tokens, or the packed ones, into chunks."""
-    if cu_seqlens is None:
-        lengths = torch.full((batch,), length)
-    else:
-        borders = cu_seqlens.tolist()
-        check_borders(borders, length)  # the values are at hand
-        lengths = torch.tensor(borders).diff()
-    chunks = (lengths + CHUNK - 1) // CHUNK  # [N]
-    most = int(chunks.max())
-    ends = chunks.cumsum(0)
-    begins = ends - chunks
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), chunks)
-    position = (torch.arange(len(owner)) - begins[owner])[:, None] * CHUNK + torch.arange(CHUNK)
-    slots = None
-    if (lengths % CHUNK).any():
-        slots = (position < lengths[owner, None]).flatten().nonzero().squeeze(1).to(device)
-    links: list[tuple]
-    if cu_seqlens is None:  # all sequences advance together, and strides are faster than indices
-        links = [(slice(r - 1, None, most), slice(r, None, most)) for r in range(1, most)]
-    else:
-        followers = [(begins[chunks > r] + r).to(device) for r in range(1, most)]
-        links = [(here - 1, here) for here in followers]
-    some = chunks.nonzero().squeeze(1)
-    return Plan(
-        slots,
-        position.to(device),
-        owner.to(device),
-        some.to(device),
-        begins[some].to(device),
-        (ends[some] - 1).to(device),
-        links,
-    )
-
-
-def to_chunks(x: Tensor, plan: Plan) -> Tensor:
-    """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full."""
-    x = x.flatten(0, 1)
-    if plan.slots is not None:
-        grid = x.new_zeros(plan.position.numel(), *x.shape[1:])
-        grid[plan.slots] = x
-        x = grid
-    return x.unflatten(0, plan.position.shape).transpose(1, 2).contiguous()
-
-
-def from_chunks(x: Tensor, plan: Plan, batch: int) -> Tensor:
-    """[M, H, C, ...] -> [B, T, H, ...]"""
-    x = x.transpose(1, 2).flatten(0, 1)
-    if plan.slots is not None:
-        x = x[plan.slots]
-    return x.unflatten(0, (batch, -1)).contiguous()
-
-
-def scan(plan: Plan, adds: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+def scan(layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """Sums of `adds` [M, ...] over the chunks before each one (after it, if `reverse`), begun at `start` [N, ...].
 
     Returns them and, for each sequence, the sum over all its chunks.
     """
-    begin, end = (plan.last, plan.first) if reverse else (plan.first, plan.last)
-    sums = torch.empty_like(adds)
-    sums[begin] = start[plan.some]
-    for earlier, later in reversed(plan.links) if reverse else plan.links:
-        source, target = (later, earlier) if reverse else (earlier, later)
-        sums[target] = sums[source] + adds[source]
-    total = start.clone()
-    total[plan.some] = sums[end] + adds[end]
-    return sums, total
+    start, sums, ended = in_order(start, layout.order), [], []
+    running = start[:0] if reverse else start
+    ranks = adds.split(layout.counts)
+    for here in reversed(ranks) if reverse else ranks:
+        n = here.shape[0]
+        if n > running.shape[0]:  # going back, some sequences begin here
+            running = torch.cat([running, start[running.shape[0] : n]])
+        elif n < running.shape[0]:  # going on, some have ended
+            ended.append(running[n:])
+            running = running[:n]
+        sums.append(running)
+        running = running + here
+    total = torch.cat([running, start[running.shape[0] :] if reverse else running[:0], *reversed(ended)])
+    return torch.cat(sums[::-1] if reverse else sums), in_order(total, layout.place)
 
 
 class Chunked(NamedTuple):
     """What forward and backward both need of the keys, chunk by chunk."""
 
-    plan: Plan
+    layout: Layout
     k: Tensor  # [M, Hk, C, K] the keys of the statistics
     t: Tensor  # [M, 1, 1, C, 1] the count, this token included
     before: Tensor  # [M, Hk, K, K] C of all earlier chunks
@@ -128,18 +71,19 @@ def chunk_keys(
 ) -> Chunked:
     """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
     batch, length = k.shape[:2]
-    plan = make_plan(batch, length, cu_seqlens, k.device)
+    layout = make_layout(batch, length, cu_seqlens, k.device, CHUNK)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     second_moment, key_sum = start_state(k, sequences, second_moment, key_sum)
-    t = plan.position + 1
+    local = torch.arange(1, CHUNK + 1, device=k.device)
+    t = torch.cat([(rank * CHUNK + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
     if count is not None:
-        t = t + count[plan.owner, None]
-    kc = to_chunks(k, plan)
-    before, second_moment = scan(plan, kc.mT @ kc, second_moment)
-    sum_before, final_key_sum = scan(plan, kc.sum(2), key_sum)
+        t = t + per_chunk(count, layout)[:, None]
+    kc = to_chunks(k, layout).contiguous()
+    before, second_moment = scan(layout, kc.mT @ kc, second_moment)
+    sum_before, final_key_sum = scan(layout, kc.sum(2), key_sum)
     sums = sum_before[:, :, None] + kc.cumsum(2)
     return Chunked(
-        plan, kc, t.to(k.dtype)[:, None, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum
+        layout, kc, t.to(k.dtype)[:, None, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum
     )
 
 
@@ -179,7 +123,8 @@ def seen_before(count: Tensor | None, piece: slice, k: Tensor) -> Tensor:
 def forward(
     q: Tensor,
     k: Tensor,
-    lam: Tensor,
+    lam: Tensor | None,
+    gate: tuple[Tensor, Tensor] | None,  # W and b, in the place of lam; neither: y in the place of q_clean, in fp32
     second_moment: Tensor | None,
     key_sum: Tensor | None,
     count: Tensor | None,
@@ -187,38 +132,40 @@ def forward(
     centred: bool,
     normalize: str,
     output_final_state: bool = True,
-    output_correction: bool = False,
-) -> tuple[Tensor, ...]:
-    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s."""
+) -> tuple:
+    """q_clean, k_bar, 1/|k|, m_t, lam, and the final C and s."""
+    if gate is not None:
+        lam = plain_gate(q, *gate)
     cut = pieces(q, cu_seqlens)
     if len(cut) > 1:
         outputs = []
         moment, total = start_state(k, k.shape[0], second_moment, key_sum)
         for piece in cut:
-            *output, moment, total = forward(
-                of(q, piece), of(k, piece), of(lam, piece), moment, total, seen_before(count, piece, k), None,
-                centred, normalize, output_final_state, output_correction,
+            *output, _, moment, total = forward(
+                of(q, piece), of(k, piece), of(lam, piece), None, moment, total, seen_before(count, piece, k), None,
+                centred, normalize, output_final_state,
             )  # fmt: skip
             outputs.append(output)
-        return *join(outputs), moment, total
+        return *join(outputs), lam, moment, total
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
         y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
-        y = from_grouped_chunks(y, keys, q.shape[0])
-        out = y if output_correction else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
-        means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q.shape[0]).squeeze(-1)
-        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum)
+        y = from_grouped_chunks(y, keys, q)
+        out = y if lam is None else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
+        means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q).squeeze(-1)
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, lam, keys.second_moment, keys.final_key_sum)
 
 
-def contiguous(*outputs: Tensor) -> tuple[Tensor, ...]:
+def contiguous(*outputs: Tensor | None) -> tuple:
     """Whatever the layout of what came: so compilers are told."""
-    return tuple(x.contiguous() for x in outputs)
+    return tuple(None if x is None else x.contiguous() for x in outputs)
 
 
-def join(outputs: list[list[Tensor]]) -> list[Tensor]:
-    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty in each."""
-    return [torch.cat(parts, 1) if parts[0].ndim > 1 else parts[0] for parts in zip(*outputs, strict=True)]
+def join(outputs: list[list]) -> list:
+    """Pieces of [B, T, ...] tensors put together; what was not asked for is empty, or None, in each."""
+    columns = zip(*outputs, strict=True)
+    return [parts[0] if parts[0] is None or parts[0].ndim < 2 else torch.cat(parts, 1) for parts in columns]
 
 
 def backward(
@@ -230,15 +177,24 @@ def backward(
     k: Tensor,  # k_bar where normalize is "unit", else k as it came
     k_rnorm: Tensor,  # [B, T, Hk], not read where normalize is "none"
     means: Tensor,  # [B, T, Hq], not read where not centred
-    lam: Tensor,
+    lam: Tensor | None,  # None: g is the gradient of y
+    gate_weight: Tensor | None,
     second_moment: Tensor | None,
     key_sum: Tensor | None,
     count: Tensor | None,
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dlam, and the gradients of the initial C and s."""
+) -> tuple:
+    """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
+    if gate_weight is not None:
+        assert lam is not None
+        dq, dk, dlam, d_moment, d_total, _, _ = backward(
+            g, dk_bar, d_second_moment, d_key_sum, q, k, k_rnorm, means, lam, None, second_moment, key_sum, count,
+            cu_seqlens, centred, normalize,
+        )  # fmt: skip
+        through_gate, d_weight, d_bias = plain_gate_backward(dlam, q, gate_weight, lam)
+        return dq + through_gate, dk, dlam, d_moment, d_total, d_weight, d_bias
     cut = pieces(q, cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
@@ -249,29 +205,27 @@ def backward(
                 starts.append((starts[-1][0] + keys_t.mT @ keys_t, starts[-1][1] + keys_t.sum(2)))
         outputs = []
         for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
-            *output, d_second_moment, d_key_sum = backward(
-                of(g, piece), None if dk_bar is None else of(dk_bar, piece), d_second_moment, d_key_sum,
-                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece),
+            *output, d_second_moment, d_key_sum, _, _ = backward(
+                of(g, piece), of(dk_bar, piece), d_second_moment, d_key_sum,
+                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece), None,
                 moment, total, seen_before(count, piece, k), None, centred, normalize,
             )  # fmt: skip
-            outputs.append([*output, d_second_moment, d_key_sum])
-        *_, d_moment, d_total = outputs[-1]
-        return *join([output[:3] for output in reversed(outputs)]), d_moment, d_total
+            outputs.append(output)
+        return *join(outputs[::-1]), d_second_moment, d_key_sum, None, None
     high = stats_dtype(q.dtype)
-    batch = k.shape[0]
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
         k_stat = statistics_keys(k, k_rnorm, normalize)
-        g, gate = g.to(high), lam.to(high)[..., None]
+        g = g.to(high)
+        gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
 
         keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
-        plan = keys.plan
         qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
         w, scores_g, mean_g = read(keys, gc, centred)
-        w = from_grouped_chunks(w, keys, batch)
-        dlam = -(q_read * w).sum(-1)
-        dq = g - gate * w
+        w = from_grouped_chunks(w, keys, q)
+        dlam = None if lam is None else -(q_read * w).sum(-1).to(lam.dtype)
+        dq = w if lam is None else g - gate * w  # of y: without the query that y is taken off
 
         weight = -to_grouped_chunks(gate, keys) / keys.t
         cg, cq = (weight * gc).flatten(2, 3), (weight * qc).flatten(2, 3)
@@ -282,17 +236,17 @@ def backward(
             d_second_moment = torch.zeros_like(keys.second_moment)
         if d_key_sum is None:
             d_key_sum = torch.zeros_like(keys.final_key_sum)
-        after, d_first = scan(plan, cross + cross.mT, d_second_moment + d_second_moment.mT, reverse=True)
+        after, d_first = scan(keys.layout, cross + cross.mT, d_second_moment + d_second_moment.mT, reverse=True)
         dk += keys.k @ after
         if mean_g is not None:
             mean_q = to_grouped_chunks(means[..., None], keys)
             pull = -(weight * (mean_q * gc + mean_g * qc)).sum(2)  # [M, Hk, C, K]
-            sum_after, d_key_sum = scan(plan, pull.sum(2), d_key_sum, reverse=True)
+            sum_after, d_key_sum = scan(keys.layout, pull.sum(2), d_key_sum, reverse=True)
             dk += sum_after[:, :, None] + pull.flip(2).cumsum(2).flip(2)
         else:
-            dk += d_key_sum[plan.owner][:, :, None]
+            dk += per_chunk(d_key_sum, keys.layout)[:, :, None]
             d_key_sum = d_key_sum.clone()  # an operator must not return its input
-        dk = from_chunks(dk, plan, batch)
+        dk = from_chunks(dk, keys.layout, *k.shape[:2])
         if dk_bar is not None:
             dk += dk_bar.to(high)
 
@@ -300,12 +254,12 @@ def backward(
             dq = unit_backward(dq, q_read, q_rnorm)
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
-        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam.to(lam.dtype), d_first / 2, d_key_sum)
+        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_key_sum, None, None)
 
 
-def of(x: Tensor, piece: slice) -> Tensor:
-    """The piece of a [B, T, ...] tensor; what is not there stays empty."""
-    return x[:, piece] if x.ndim > 1 else x
+def of(x, piece: slice):
+    """The piece of a [B, T, ...] tensor; what is not there stays empty, or None."""
+    return x if x is None or x.ndim < 2 else x[:, piece]
 
 
 def start_state(
@@ -327,29 +281,9 @@ def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:
 
 def to_grouped_chunks(x: Tensor, keys: Chunked) -> Tensor:
     """[B, T, Hq, ...] -> [M, Hk, G, C, ...]"""
-    return to_chunks(x.unflatten(2, (keys.k.shape[1], -1)), keys.plan).transpose(2, 3).contiguous()
+    return to_chunks(x.unflatten(2, (keys.k.shape[1], -1)), keys.layout).transpose(2, 3).contiguous()
 
 
-def from_grouped_chunks(x: Tensor, keys: Chunked, batch: int) -> Tensor:
-    """[M, Hk, G, C, ...] -> [B, T, Hq, ...]"""
-    return from_chunks(x.transpose(2, 3), keys.plan, batch).flatten(2, 3)
-
-
-def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:
-    """Gradient through xn = x * rsqrt(|x|^2 + eps): exact with the eps, since d rnorm / dx = -rnorm^3 x."""
-    return rnorm * (dxn - xn * (xn * dxn).sum(-1, keepdim=True))
-
-
-@contextmanager
-def exact_matmul(x: Tensor):
-    """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
-    matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision
-    with no_autocast(x):
-        if x.is_cuda and precision != "ieee":
-            matmul.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            if matmul.fp32_precision != precision:
-                matmul.fp32_precision = precision
+def from_grouped_chunks(x: Tensor, keys: Chunked, q: Tensor) -> Tensor:
+    """[M, Hk, G, C, ...] -> [B, T, Hq, ...], as q has them."""
+    return from_chunks(x.transpose(2, 3), keys.layout, *q.shape[:2]).flatten(2, 3)

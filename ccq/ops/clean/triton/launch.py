@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from ccq.ops import fused_gate
-from ccq.ops.configs import Config, cdiv, pick, power_of_2
-from ccq.ops.kernels import (
-    adjoint_kernel,
-    clean_kernel,
-    dk_kernel,
-    finish_kernel,
-    keys_kernel,
-    states_kernel,
-    sums_kernel,
-)
-from ccq.ops.reference import EPS
+from ccq.ops.choose import Call, choose
+from ccq.ops.clean.triton import gate as gate_kernels
+from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
+from ccq.ops.clean.triton.reads import clean_kernel, dk_kernel, finish_kernel
+from ccq.ops.clean.triton.scans import adjoint_kernel, keys_kernel, states_kernel, sums_kernel
+from ccq.ops.precision import EPS, inv_norm, unit_backward
 
 
 class Grid:
@@ -107,28 +98,13 @@ def block_size(key_size: int) -> int:
     return max(16, power_of_2(key_size))
 
 
-def pick_grid(
-    name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, hopper: bool = True
-) -> Grid:
+def pick_grid(name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, hopper: bool) -> Grid:
     """The grid of a pass; `hopper`: of the kernels of hopper.py, if they take it."""
     work = q.shape[0] * q.shape[1] * q.shape[2]
-    hopper = hopper and cu_seqlens is None and hopper_takes(q.device, q.dtype, q.shape[-1], q.shape[1])
+    call = Call.of(q, length=q.shape[1], packed=cu_seqlens is not None)
+    hopper = hopper and choose("clean_query", call, "triton") == "hopper"
     config = pick(name, q.dtype, block_size(q.shape[-1]), work, interpreted=not q.is_cuda, hopper=hopper)
     return Grid(config, q, k, count, cu_seqlens)
-
-
-def hopper_takes(device: torch.device, dtype: torch.dtype, key_size: int, length: int) -> bool:
-    """Whether the kernels of hopper.py run here: of sequences in rows, on a GPU that has what they are made of."""
-    fits = dtype == torch.bfloat16 and key_size in (128, 256) and length >= 128
-    return fits and device.type == "cuda" and has_gluon(device)
-
-
-@functools.cache
-def has_gluon(device: torch.device) -> bool:
-    """Whether the GPU is a Hopper, and Triton is the one whose machine code was looked at: the language is young, and
-    tests/ops/test_compile.py met an assembler that leaves products out. CCQ_HOPPER=0 says no."""
-    known = triton.__version__.startswith("3.8.") and os.environ.get("CCQ_HOPPER") != "0"
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
@@ -196,7 +172,7 @@ def read_tiles(
     out = torch.empty_like(x, dtype=dtype)
     means = x.new_empty(x.shape[:-1] if centred else 0, dtype=torch.float32)
     if grid.config.hopper:
-        from ccq.ops import hopper
+        from ccq.ops.clean.triton import hopper
 
         hopper.clean(grid, x, k, lam, states, sums, out, means, other, along, centred, unit, unit_other)
         return out, means
@@ -257,7 +233,7 @@ def dk_tiles(
     """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given."""
     dk = torch.empty_like(k)
     if grid.config.hopper:
-        from ccq.ops import hopper
+        from ccq.ops.clean.triton import hopper
 
         hopper.dk(grid, pull_grid, q, k, k_rnorm, dk_bar, adjoint, states, last_sum, dk, centred)
         return dk
@@ -276,7 +252,8 @@ def dk_tiles(
 def forward(
     q: Tensor,
     k: Tensor,
-    lam: Tensor,
+    lam: Tensor | None,
+    gate: tuple[Tensor, Tensor] | None,
     second_moment: Tensor | None,
     key_sum: Tensor | None,
     count: Tensor | None,
@@ -284,27 +261,22 @@ def forward(
     centred: bool,
     normalize: str,
     output_final_state: bool = True,
-    output_correction: bool = False,
-    gate: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q_clean (y in its place, in fp32, with `output_correction`), k_bar, 1/|k|, m_t, and the final C and s.
-
-    With `gate` = (W, b), lam is written, not read.
-    """
+) -> tuple[Tensor | None, ...]:
+    """As `chunk.forward`."""
     q, lam, second_moment, key_sum, count, cu_seqlens = contiguous(q, lam, second_moment, key_sum, count, cu_seqlens)
     if normalize == "none" or not in_rows(k):
         k = k.contiguous()
-    grid = pick_grid("clean", q, k, count, cu_seqlens, hopper=not output_correction)  # y by itself is fp32
     if gate is not None:
-        fused_gate.forward(q, *gate, lam)
+        lam = gate_kernels.forward(q, *gate)
+    grid = pick_grid("clean", q, k, count, cu_seqlens, hopper=lam is not None)  # y by itself is fp32
     k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
     final = empty_state(grid, k, output_final_state)
     if centred or output_final_state:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, final[0])
-    by, dtype = (None, torch.float32) if output_correction else (lam, q.dtype)
-    out, means = read_tiles(grid, q, k_stat, by, states, sums, centred, normalize == "unit", dtype)
-    return out, k_stat, k_rnorm, means, *final
+    dtype = torch.float32 if lam is None else q.dtype
+    out, means = read_tiles(grid, q, k_stat, lam, states, sums, centred, normalize == "unit", dtype)
+    return out, k_stat, k_rnorm, means, lam, *final
 
 
 def backward(
@@ -313,24 +285,25 @@ def backward(
     d_second_moment: Tensor | None,
     d_key_sum: Tensor | None,
     q: Tensor,
-    k: Tensor,  # k_bar where normalize is "unit", else k as it came
+    k: Tensor,
     k_rnorm: Tensor,
     means: Tensor,
-    lam: Tensor,
+    lam: Tensor | None,
+    gate_weight: Tensor | None,
     second_moment: Tensor | None,
     key_sum: Tensor | None,
     count: Tensor | None,
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
-    gate_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
+) -> tuple[Tensor | None, ...]:
+    """As `chunk.backward`."""
     g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
         g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens
     )
     d_second_moment, d_key_sum = contiguous(d_second_moment, d_key_sum)
-    grid = pick_grid("clean", q, k, count, cu_seqlens)
+    hopper, unit = lam is not None, normalize == "unit"
+    grid = pick_grid("clean", q, k, count, cu_seqlens, hopper)
     if (d_second_moment is None) != (d_key_sum is None):
         zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
         d_second_moment = zeros if d_second_moment is None else d_second_moment
@@ -339,13 +312,23 @@ def backward(
     if centred:
         run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, None, groups=1, reverse=False)
     states = key_states(grid, k_stat, sums, second_moment, centred, None)
-    dlam, unit = torch.empty_like(lam), normalize == "unit"
-    read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
-    del states, sums  # memory for what follows
-    dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
     d_weight = d_bias = None
-    if gate_weight is not None:
-        _, d_weight, d_bias = fused_gate.backward(dlam, q, gate_weight, lam, dq)
+    if lam is None:  # dy: as if lam were -1, but without the query that y is taken off
+        g = g.to(grid.state_dtype)
+        read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype)
+        del states, sums  # memory for what follows
+        dlam, q_rnorm = None, inv_norm(q)
+        dq = unit_backward(read, q * q_rnorm, q_rnorm) if unit else read.clone()  # `finish` uses its memory again
+        dq = dq.to(q.dtype)
+        minus = q.new_full(q.shape[:-1], -1.0, dtype=torch.float32)
+        _, adjoint = finish(grid, g, q, minus, means, means_g, read, centred, unit)
+    else:
+        dlam = torch.empty_like(lam)
+        read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
+        del states, sums
+        dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
+        if gate_weight is not None:
+            _, d_weight, d_bias = gate_kernels.backward(dlam, q, gate_weight, lam, dq)
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
     if centred:
@@ -353,7 +336,7 @@ def backward(
         run_sums(grid, adjoint.pulls, grid.sum_offsets, grid.per_sums, d_key_sum, first[1], groups, reverse=True)
     elif first[1] is not None:
         first = (first[0], first[1].zero_() if d_key_sum is None else d_key_sum.clone())
-    key_grid = pick_grid("dk", q, k, count, cu_seqlens)
+    key_grid = pick_grid("dk", q, k, count, cu_seqlens, hopper)
     states = adjoint_states(key_grid, q, adjoint.weighted, d_second_moment, first[0])
     dk = dk_tiles(
         key_grid, grid, q, k_stat, None if normalize == "none" else k_rnorm, dk_bar, adjoint, states, d_key_sum, centred

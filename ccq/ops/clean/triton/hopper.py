@@ -1,4 +1,4 @@
-"""The reads of the operator for Hopper, in Gluon: what kernels.clean_kernel and kernels.dk_kernel compute, for bf16 and
+"""The reads of the operator for Hopper, in Gluon: what reads.clean_kernel and reads.dk_kernel compute, for bf16 and
 sequences in rows.
 
 A program has two warp groups that multiply, each 64 rows of a tile of 128, and one warp that fetches what they read, by
@@ -6,9 +6,9 @@ TMA, through rings of buffers. So the state and the keys come once for 128 rows,
 products hides behind those of the other. Programs stay and take tile after tile: the next one's rows are fetched while
 this one's are computed. docs/kernels.md says what that brings.
 
-Gluon is Triton's lower level (triton.experimental.gluon), and Triton does not interpret it: tests/ops/test_hopper.py
-runs this source with PyTorch in its place, test_compile.py compiles it, `pytest -m gpu` compares it with fp64. The
-functions that share a program must have one signature.
+Gluon is Triton's lower level (triton.experimental.gluon), and Triton does not interpret it: in tests/ops
+clean/test_hopper.py runs this source with PyTorch in its place, test_compile.py compiles it, `pytest -m gpu` compares
+it with fp64. The functions that share a program must have one signature.
 
 N sequences of T tokens, H key heads, HQ query heads, K key size; a chunk has S tokens, a key sum 64, a tile 128.
 """
@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ccq.ops.reference import EPS
+from ccq.ops.precision import EPS
 
 if TYPE_CHECKING:
-    from ccq.ops.fused import Adjoint, Grid
+    from ccq.ops.clean.triton.launch import Adjoint, Grid
 
 ROWS = 3  # buffers of x: the two in use, and one of the next tile
 BLOCK = gl.NVMMASharedLayout(128, 16, 3)  # of [1, 64, K] in shared memory, as products take it
@@ -188,7 +188,7 @@ def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
 
 @gluon.jit
 def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.constexpr):
-    """The W-th 64 rows of all tiles of a program; the steps are those of kernels.clean_kernel."""
+    """The W-th 64 rows of all tiles of a program; the steps are those of reads.clean_kernel."""
     out = tensors[4]
     x_ring, ring = rings
     lam, sums, count, means, along, per_sums, eps = pointers
@@ -205,7 +205,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
     narrow_row: gl.constexpr = gl.SliceLayout(1, narrow)
     local = gl.arange(0, 64, wide_row)
     sees = gl.arange(0, 64, square_row)[:, None] >= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :]
-    # Rows 2v and 2v + 1 hold a key sum in two parts, as in kernels.load_sums: that before the 64 rows (v = 0), and that
+    # Rows 2v and 2v + 1 hold a key sum in two parts, as in reads.load_sums: that before the 64 rows (v = 0), and that
     # before the chunk, twice.
     sum_row = gl.arange(0, 16, gl.SliceLayout(1, even))
     sum_col = gl.arange(0, K, gl.SliceLayout(0, even))
@@ -336,7 +336,7 @@ def clean_hopper_kernel(
     INITIAL: gl.constexpr, CENTRED: gl.constexpr, UNIT: gl.constexpr, CORRECTION: gl.constexpr, ALONG: gl.constexpr,
     UNIT_OTHER: gl.constexpr,
 ):  # fmt: skip
-    """q_clean, or Sigma x (if CORRECTION) with -other . Sigma x (if ALONG), and m_t: as kernels.clean_kernel."""
+    """q_clean, or Sigma x (if CORRECTION) with -other . Sigma x (if ALONG), and m_t: as reads.clean_kernel."""
     tensors = (x, k, states, other, out)
     rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
     key_sums = gl.allocate_shared_memory(gl.bfloat16, [2, 16, K], FLAT)
@@ -393,7 +393,7 @@ def fetch_dk(tensors, rings, tiles, heads, pointers, modes):
 
 @gluon.jit
 def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
-    """The W-th 64 rows of all tiles of a program; the steps are those of kernels.dk_kernel."""
+    """The W-th 64 rows of all tiles of a program; the steps are those of reads.dk_kernel."""
     out = tensors[5]
     x_ring, ring = rings
     HQ, H = heads
@@ -489,7 +489,7 @@ def dk_hopper_kernel(
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
     UNIT: gl.constexpr, BAR: gl.constexpr, LAST: gl.constexpr, CENTRED: gl.constexpr, PULL: gl.constexpr,
 ):  # fmt: skip
-    """dk: as kernels.dk_kernel."""
+    """dk: as reads.dk_kernel."""
     tensors = (x, q, w, states, bar, out)
     rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
     fence_async_shared()
@@ -520,7 +520,7 @@ def clean(
     grid: Grid, x: Tensor, k: Tensor, lam: Tensor | None, states: Tensor, sums: Tensor, out: Tensor, means: Tensor,
     other: Tensor | None, along: Tensor | None, centred: bool, unit: bool, unit_other: bool,
 ) -> None:  # fmt: skip
-    """See fused.read_tiles."""
+    """See launch.read_tiles."""
     rows = rows_of(x)
     clean_hopper_kernel[(grid.programs(grid.query_heads),)](
         rows, rows_of(k), rows_of(states.view(1, -1, 1, grid.size)), rows if other is None else rows_of(other),
@@ -536,7 +536,7 @@ def dk(
     grid: Grid, pull_grid: Grid, q: Tensor, k: Tensor, k_rnorm: Tensor | None, dk_bar: Tensor | None, adjoint: Adjoint,
     states: Tensor, last_sum: Tensor | None, out: Tensor, centred: bool,
 ) -> None:  # fmt: skip
-    """See fused.dk_tiles."""
+    """See launch.dk_tiles."""
     rows = rows_of(k)
     dk_hopper_kernel[(grid.programs(grid.key_heads),)](
         rows, rows_of(q), rows_of(adjoint.weighted), rows_of(states.view(1, -1, 1, grid.size)),

@@ -72,7 +72,7 @@ def test_wrong_shapes_of_arguments_are_caught():
 
 def test_wrong_shapes_of_results_are_caught(monkeypatch):
     case = make_case(B=2, T=3, Hq=4, Hk=2)
-    monkeypatch.setattr(ccq.ops, "_reference", lambda q, k, *_: (k, k, None, k))
+    monkeypatch.setattr(ccq.ops.clean, "_reference", lambda q, k, *_: (k, k, None))
     assert ccq.clean_query(*case.args, backend="reference")[0] is case.k
     with pytest.raises(TypeCheckError, match="return value"):
         clean_query(*case.args, backend="reference")

@@ -12,13 +12,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ccq.ops import chunk
 from ccq.ops.checks import check_values
-from ccq.ops.dispatch import resolve
-from ccq.ops.gating import plain_gate, plain_gate_backward
-from ccq.ops.reference import stats_dtype
+from ccq.ops.choose import Call, choose
+from ccq.ops.clean import chunk
+from ccq.ops.precision import stats_dtype
 
-_GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam
+_GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam; with neither, y stands in the place of q_clean
 _STATE = "Tensor? second_moment, Tensor? key_sum, Tensor? count, Tensor? cu_seqlens"
 _OPTIONS = "bool centred, str normalize, str backend"
 torch.library.define(
@@ -30,20 +29,19 @@ torch.library.define(
 torch.library.define(
     "ccq::clean_query_backward",
     "(Tensor g, Tensor? dk_bar, Tensor? d_second_moment, Tensor? d_key_sum,"
-    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor lam, Tensor? weight, {_STATE}, {_OPTIONS})"
+    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor? lam, Tensor? weight, {_STATE}, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dlam, Tensor d_second_moment_in, Tensor d_key_sum_in,"
     " Tensor d_weight, Tensor d_bias)",
 )
 
 
-def implementation(q: Tensor, backend: str) -> ModuleType:
+def implementation(op: str, q: Tensor, backend: str) -> ModuleType:
     """The module whose `forward` and `backward` run."""
-    name = resolve(backend, q.device, q.dtype, q.shape[-1])
-    if name == "triton":
-        from ccq.ops import fused  # imports Triton
+    if choose(op, Call.of(q), backend) == "chunk":
+        return chunk
+    from ccq.ops.clean.triton import launch  # imports Triton
 
-        return fused
-    return chunk
+    return launch
 
 
 Layout = list[tuple[Sequence[int], torch.dtype]]  # shapes and dtypes of results
@@ -58,18 +56,18 @@ def complete(layout: Layout, like: Tensor, given: Sequence[Tensor | None] | None
 
 
 def outputs(
-    q: Tensor, k: Tensor, gated: bool, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
+    q: Tensor, k: Tensor, lam: bool, gate: bool, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
 ) -> Layout:
     """Of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
     batch, _, heads, size = k.shape
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return [
-        (q.shape, q.dtype),
+        (q.shape, q.dtype if lam or gate else high),
         (k.shape if normalize == "unit" else (0,), k.dtype),
         (k.shape[:-1] if normalize != "none" else (0,), high),
         (q.shape[:-1] if centred else (0,), high),
-        (q.shape[:-1] if gated else (0,), high),
+        (q.shape[:-1] if gate else (0,), high),
         ((n, heads, size, size) if final else (0,), high),
         ((n, heads, size) if final else (0,), high),
         ((n if final else 0,), torch.int64),
@@ -87,8 +85,9 @@ def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> T
 def _clean_query(
     q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
-    module = implementation(q, backend)
-    layout = outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
+    op = "sigma_q" if lam is None and weight is None else "clean_query"
+    module = implementation(op, q, backend)
+    layout = outputs(q, k, lam is not None, weight is not None, cu_seqlens, centred, normalize, output_final_state)
     check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
     if q.numel() == 0:  # nothing to launch; the state stays what it was
         empty = complete(layout, q)
@@ -97,22 +96,16 @@ def _clean_query(
                 out.zero_() if start is None else out.copy_(start)
             empty[7].copy_(final_count(q, count, cu_seqlens))
         return empty
-    options, written = {}, None
-    if lam is None:
-        lam = written = q.new_empty(q.shape[:-1], dtype=stats_dtype(q.dtype))
-        if module is chunk:
-            lam.copy_(plain_gate(q, weight, bias))
-        else:  # the kernels write it
-            options["gate"] = weight, bias
-    q_clean, k_bar, k_rnorm, means, *final = module.forward(
-        q, k, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state, **options
+    gate = None if weight is None else (weight, bias)
+    out, k_bar, k_rnorm, means, lam, *final = module.forward(
+        q, k, lam, gate, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state
     )
     given = (
-        q_clean,
+        out,
         k_bar if normalize == "unit" else None,
         k_rnorm if normalize != "none" else None,
         means,
-        written,
+        None if gate is None else lam,
         *(final if output_final_state else (None, None)),
         final_count(q, count, cu_seqlens) if output_final_state else None,
     )
@@ -122,7 +115,7 @@ def _clean_query(
 def _clean_query_fake(
     q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
 ):
-    layout = outputs(q, k, lam is None, cu_seqlens, centred, normalize, output_final_state)
+    layout = outputs(q, k, lam is not None, weight is not None, cu_seqlens, centred, normalize, output_final_state)
     return complete(layout, q)
 
 
@@ -139,22 +132,13 @@ def _clean_query_backward(
         for out in empty[5:]:
             out.zero_()
         return empty
-    module = implementation(q, backend)
-    arguments = (
+    module = implementation("sigma_q" if lam is None else "clean_query", q, backend)
+    dq, dk, dlam, *d_initial, d_weight, d_bias = module.backward(
         g, dk_bar, d_second_moment, d_key_sum,
-        q, k, k_rnorm, means, lam, second_moment, key_sum, count, cu_seqlens, centred, normalize,
+        q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize,
     )  # fmt: skip
-    d_gate: Sequence[Tensor | None] = (None, None)
-    if module is chunk:
-        dq, dk, dlam, *initial = chunk.backward(*arguments)
-        if weight is not None:
-            through_gate, *d_gate = plain_gate_backward(dlam, q, weight, lam)
-            dq = dq + through_gate
-    else:
-        dq, dk, dlam, *initial, d_weight, d_bias = module.backward(*arguments, gate_weight=weight)
-        d_gate = d_weight, d_bias
-    d_initial = (None, None) if second_moment is None else initial
-    return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))
+    d_initial = (None, None) if second_moment is None else d_initial
+    return complete(layout, q, (dq, dk, dlam, *d_initial, d_weight, d_bias))
 
 
 def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
@@ -163,7 +147,7 @@ def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
     return [
         (q.shape, q.dtype),
         (k.shape, k.dtype),
-        (lam.shape, lam.dtype),
+        ((0,), high) if lam is None else (lam.shape, lam.dtype),
         ((0,) if second_moment is None else second_moment.shape, high),
         ((0,) if key_sum is None else key_sum.shape, high),
         ((0,) if weight is None else weight.shape, high),
@@ -184,7 +168,7 @@ def _setup_context(ctx, inputs, output):
     _, k_bar, k_rnorm, means, lam_out, _, _, final = output
     # q is shared with the gate and k_bar with the backbone, so that CCQ keeps only a few numbers a token of its own
     ctx.save_for_backward(
-        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam_out if lam is None else lam, weight,
+        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam if weight is None else lam_out, weight,
         second_moment, key_sum, count, cu_seqlens,
     )  # fmt: skip
     ctx.options = centred, normalize, backend
@@ -202,21 +186,21 @@ def _backward(ctx, g, dk_bar, _, __, ___, d_second_moment, d_key_sum, ____):
     )
     if second_moment is None:
         d_initial = [None, None]
-    through = (dlam, None, None) if weight is None else (None, d_weight, d_bias)
+    through = (None if lam is None else dlam, None, None) if weight is None else (None, d_weight, d_bias)
     return dq, dk, *through, *d_initial, *[None] * 6
 
 
 def _no_double_backward(ctx, *grads):
     raise RuntimeError(
-        "clean_query has no second derivative in backend='chunk' and 'triton'. "
+        "clean_query and sigma_q have no second derivative in backend='chunk' and 'triton'. "
         "backend='reference' can be differentiated to any order."
     )
 
 
 def _no_vmap(info, in_dims, *args):
     raise RuntimeError(
-        "clean_query cannot be mapped by torch.vmap: put the mapped axis into the batch axis B or the heads instead, "
-        "or use backend='reference'."
+        "clean_query and sigma_q cannot be mapped by torch.vmap: put the mapped axis into the batch axis B or the "
+        "heads instead, or use backend='reference'."
     )
 
 

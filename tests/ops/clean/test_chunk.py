@@ -23,7 +23,7 @@ from helpers import (
     unit_vector,
 )
 
-from ccq.ops import chunk
+from ccq.ops.clean import chunk
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 

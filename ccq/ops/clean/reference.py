@@ -6,40 +6,18 @@ Plain PyTorch, differentiable to any order, any float dtype, a Python step a tok
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ccq.ops.state import CovarianceState
-
-EPS = 1e-6  # inside the square root, so that a zero vector gives zero and a finite gradient, never NaN
-
-
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for half-precision keys (sums of thousands of terms need the bits), fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast would turn the products of the statistics into half precision."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.precision import stats_dtype, unit
 
 
 def symmetric(x: Tensor) -> Tensor:
     """second_moment is symmetric by contract: only this part of it counts, and so its gradient is symmetric too."""
     return (x + x.mT) / 2
-
-
-def inv_norm(x: Tensor) -> Tensor:
-    """1 / |x| over the last axis, in the precision of the statistics."""
-    return torch.rsqrt(x.to(stats_dtype(x.dtype)).square().sum(-1, keepdim=True) + EPS)
-
-
-def unit(x: Tensor) -> Tensor:
-    return x.to(stats_dtype(x.dtype)) * inv_norm(x)
 
 
 def prepare(q: Tensor, k: Tensor, normalize: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,16 +1,15 @@
-"""One decode step: (q, k, lam, state) -> (q_clean, k_bar, state)."""
+"""One more token: (q, k, lam, state) -> (q_clean, k_bar, state)."""
 
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ccq.ops import reference
 from ccq.ops.checks import check_call, check_values, has_tangent
-from ccq.ops.dispatch import resolve
-from ccq.ops.state import CovarianceState
+from ccq.ops.clean import reference
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.precision import no_autocast
 
 
 def clean_query_step(
@@ -28,15 +27,38 @@ def clean_query_step(
     With `inplace` the tensors of `state` (its count too) are updated and the same object comes back: what decoding
     wants. Without it the call is functional, and differentiable to any order.
 
+    A step is plain PyTorch, the definition's own, whatever the backend; `decode_step` has it in the kernel that writes
+    and reads the backbone's state.
+
     >>> state = CovarianceState.zeros(1, heads=4, key_size=64)
     >>> q, k, lam = torch.randn(1, 4, 64), torch.randn(1, 4, 64), torch.full((1, 4), 0.5)
     >>> q_clean, k_bar, state = clean_query_step(q, k, lam, state)
     >>> state.count
     tensor([1])
     """
+    q_clean, k_bar, state, _ = _step(q, k, lam, state, centred, normalize, inplace, backend)
+    return q_clean, k_bar, state
+
+
+def sigma_q_step(
+    q: Float[Tensor, "B Hq K"],
+    k: Float[Tensor, "B Hk K"],
+    state: CovarianceState,
+    centred: bool = True,
+    normalize: str = "unit",
+    inplace: bool = False,
+) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
+    """`sigma_q` for one more token: y = Sigma_t q in fp32 (fp64 for fp64), k_bar, and the state."""
+    _, k_bar, state, y = _step(q, k, None, state, centred, normalize, inplace, "auto")
+    return y, k_bar, state
+
+
+def _step(q, k, lam, state, centred, normalize, inplace, backend):
+    """What reference.step returns, of arguments that are checked."""
     if state is None:
         raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
     check_call(q, k, lam, state, None, centred, normalize, backend, tokens=False)
+    lam = torch.ones_like(q[..., 0]) if lam is None else lam
     differentiable = wants_gradient(q, k, lam, state)
     if inplace and differentiable:
         raise RuntimeError(
@@ -45,18 +67,11 @@ def clean_query_step(
         )
     if not torch.compiler.is_compiling():
         check_values(lam, state.count, None, 1, state="state")
-        if resolve(backend, q.device, q.dtype, q.shape[-1]) == "triton" and not differentiable:
-            from ccq.ops import fused_step  # imports Triton
-
-            if not inplace:
-                state = pytree.tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), state)
-            q_clean, k_bar = fused_step.step(q, k, lam, state, centred, normalize)
-            return q_clean, k_bar, state
     if not inplace:
         state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
-    with reference.no_autocast(q):
-        q_clean, k_bar, state, _ = reference.step(q, k, lam, state, centred, normalize, inplace)
-    return q_clean, k_bar if normalize == "unit" else k, state
+    with no_autocast(q):
+        q_clean, k_bar, state, y = reference.step(q, k, lam, state, centred, normalize, inplace)
+    return q_clean, k_bar if normalize == "unit" else k, state, y
 
 
 def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState) -> str | None:

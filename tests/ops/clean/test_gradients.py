@@ -49,7 +49,7 @@ def differentiable(case, **options):
 @pytest.mark.parametrize("centred", [True, False], ids=["centred", "uncentred"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradcheck(backend, normalize, centred, shape, monkeypatch):
-    monkeypatch.setattr("ccq.ops.chunk.CHUNK", CHUNK)
+    monkeypatch.setattr("ccq.ops.clean.chunk.CHUNK", CHUNK)
     case = make_case(Hq=2, Hk=1, K=3, **SHAPES[shape], unit=normalize == "none")
     function, inputs = differentiable(case, backend=backend, normalize=normalize, centred=centred)
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
@@ -59,7 +59,7 @@ def test_chunks_of_another_length_give_the_same_numbers(monkeypatch):
     case = make_case(T=70, K=7, state=True, lengths=[0, 30, 1, 39])
     ref = results(case, "chunk")
     for length in (1, 4, 7, 128):
-        monkeypatch.setattr("ccq.ops.chunk.CHUNK", length)
+        monkeypatch.setattr("ccq.ops.clean.chunk.CHUNK", length)
         assert_same_results(ref, results(case, "chunk"))
 
 

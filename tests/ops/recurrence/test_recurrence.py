@@ -15,9 +15,10 @@ import torch
 from helpers import TOLERANCE, assert_close, checked, unit_vector
 from torch import Tensor
 
-import ccq.mixers.recurrence as module
-from ccq.mixers.recurrence import CHUNK, fla_refuses, flops
+import ccq.ops.recurrence as module
 from ccq.ops import BackendUnavailableError
+from ccq.ops.recurrence import chunk, flops
+from ccq.ops.recurrence.chunk import CHUNK
 
 recurrence = checked(module.recurrence)
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -276,16 +277,8 @@ def test_same_as_transformers_mamba2_scan():
 # Dispatch, costs, complaints
 
 
-def test_fla_is_refused_where_it_cannot_run(monkeypatch):
-    cuda = torch.device("cuda")
-    assert "not on an NVIDIA GPU" in fla_refuses(torch.device("cpu"), torch.float32, 64, False)
-    assert fla_refuses(cuda, torch.bfloat16, 256, True) is None
-    assert fla_refuses(cuda, torch.bfloat16, 512, False) is None
-    assert "256 channels" in fla_refuses(cuda, torch.bfloat16, 512, True)
-    assert "float64" in fla_refuses(cuda, torch.float64, 64, False)
-    monkeypatch.setattr(module, "FLA", False)
-    assert "not installed" in fla_refuses(cuda, torch.bfloat16, 64, False)
-    with pytest.raises(BackendUnavailableError, match="cannot run the recurrence on cpu"):
+def test_fla_is_refused_where_it_cannot_run():
+    with pytest.raises(BackendUnavailableError, match="cannot run recurrence on cpu"):
         recurrence(**make_case("plain", T=3), backend="triton")
 
 
@@ -300,7 +293,7 @@ def fake(monkeypatch, package: str, name: str, calls: list) -> None:
         g, beta = {"chunk_delta_rule": (None, rest[0])}.get(name) or (rest + (None,))[:2]
         assert g is None or g.ndim == (4 if name == "chunk_gla" else 3)
         tail = (initial_state, output_final_state, cu_seqlens)
-        return module._chunkwise(q, k, v, g, beta, scale, *tail)
+        return chunk.run(q, k, v, g, beta, scale, *tail)
 
     monkeypatch.setattr(importlib.import_module(package), name, stand_in)
 
@@ -329,7 +322,7 @@ def test_fla_is_called_as_it_asks(fla, monkeypatch, kind, dtype, expected, group
     case = make_case(kind, T=5, G=group, state=True)
     case = {n: x.to(torch.float32 if n in ("g", "beta", "initial_state") else dtype) for n, x in case.items()}
     ref = results(ours, case)
-    monkeypatch.setattr(module, "resolve", lambda *_: "triton")
+    monkeypatch.setattr(module, "choose", lambda *_: "fla")
     assert_same(ref, results(ours, case), 1e-2 if dtype == torch.bfloat16 else 1e-6)
     if group == 2 and kind == "delta":
         expected = "chunk_gated_delta_rule"

@@ -1,0 +1,75 @@
+"""Sequences cut into chunks, for what goes along them in plain PyTorch.
+
+N sequences, M chunks of C tokens in all. The chunks stand in the order in which a scan visits them: the first chunks of
+all sequences, the sequences with most chunks in front, then their second chunks, and so on. So those still running are
+always the first ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ccq.ops.checks import check_borders
+
+
+class Layout(NamedTuple):
+    size: int  # C
+    counts: list[int]  # how many sequences have a first chunk, a second one, ...
+    slots: Tensor | None  # [T] where each token lies in the grid of M chunks of C; None where B dense sequences do
+    order: Tensor | None  # [N] the sequences, those with most chunks first; None where they stay as they are
+    place: Tensor | None  # [N] the inverse of it
+
+
+def make_layout(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device, size: int) -> Layout:
+    """Cut `batch` sequences of `length` tokens, or the packed ones, into chunks of `size`."""
+    if cu_seqlens is None:
+        return Layout(size, [batch] * -(-length // size), None, None, None)
+    borders = cu_seqlens.tolist()
+    check_borders(borders, length)  # the values are at hand
+    begins = torch.tensor(borders)
+    lengths = begins.diff()
+    chunks = (lengths + size - 1) // size
+    order = chunks.argsort(descending=True, stable=True)
+    place = order.argsort()
+    counts = torch.tensor([int((chunks > r).sum()) for r in range(int(chunks.max()))])
+    before = counts.cumsum(0) - counts  # chunks of lower rank
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(length) - begins[owner]
+    slots = (before[position // size] + place[owner]) * size + position % size
+    return Layout(size, counts.tolist(), slots.to(device), order.to(device), place.to(device))
+
+
+def to_chunks(x: Tensor, layout: Layout) -> Tensor:
+    """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full: such a token writes and forgets nothing."""
+    size = layout.size
+    if layout.slots is None:
+        gap = -x.shape[1] % size
+        if gap:
+            x = torch.cat([x, x.new_zeros(x.shape[0], gap, *x.shape[2:])], 1)
+        x = x.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1)
+    else:
+        grid = x.new_zeros(sum(layout.counts) * size, *x.shape[2:])
+        x = grid.index_copy(0, layout.slots, x[0]).unflatten(0, (-1, size))
+    return x.transpose(1, 2)
+
+
+def from_chunks(x: Tensor, layout: Layout, batch: int, length: int) -> Tensor:
+    """[M, H, C, ...] -> [B, T, H, ...]"""
+    x = x.transpose(1, 2)
+    if layout.slots is None:
+        return x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)[:, :length]
+    return x.flatten(0, 1).index_select(0, layout.slots)[None]
+
+
+def in_order(x: Tensor, index: Tensor | None) -> Tensor:
+    """The sequences of x [N, ...] as `order` or `place` says."""
+    return x if index is None else x.index_select(0, index)
+
+
+def per_chunk(x: Tensor, layout: Layout) -> Tensor:
+    """[N, ...] -> [M, ...]: of the sequence of each chunk."""
+    x = in_order(x, layout.order)
+    return torch.cat([x[:n] for n in layout.counts])

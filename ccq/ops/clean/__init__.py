@@ -1,0 +1,132 @@
+"""`clean_query`: the query, contracted along the directions in which the keys seen so far vary most, and `sigma_q`.
+
+B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key size.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ccq.ops.checks import check_call, check_values, refuse_transforms
+from ccq.ops.clean import library, reference  # noqa: F401  (library defines torch.ops.ccq.clean_query)
+from ccq.ops.clean.gating import Gate, plain_gate
+from ccq.ops.clean.reference import symmetric
+from ccq.ops.clean.state import CovarianceState
+from ccq.ops.precision import no_autocast, stats_dtype
+
+
+def clean_query(
+    q: Float[Tensor, "B T Hq K"],
+    k: Float[Tensor, "B T Hk K"],
+    lam: Float[Tensor, "B T Hq"] | Gate,
+    centred: bool = True,
+    normalize: str = "unit",
+    initial_state: CovarianceState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B T Hq K"], Float[Tensor, "B T Hk K"], CovarianceState | None]:
+    """Clean each query with the covariance of the keys up to and including its own position.
+
+        q_clean_t = q_t - lam_t * Sigma_t q_t,    Sigma_t = C_t / t - s_t s_t^T / t^2
+        C_t = sum_{j<=t} k_j k_j^T,   s_t = sum_{j<=t} k_j     (without `centred` the second term is dropped)
+
+    The backbone reads its state with q_clean as it is (no second normalisation) and writes with k_bar.
+
+    Args:
+        q, k: queries and keys, of one dtype. Hq is a multiple of Hk; query head h reads key head h // (Hq / Hk).
+        lam: how far to contract, from 0 to 1; any float dtype, used in fp32. Or the `Gate(weight, bias)` that gives
+            it, sigmoid(W q + b) of this q as it comes: one pass over q less than `gate`, three with the backward.
+        normalize: "unit": q and k are divided by their norms first, k_bar is the unit key (the paper);
+            "none": they are unit vectors already, k_bar is k;
+            "stats": unit keys in Sigma only, q keeps its length, k_bar is k.
+        initial_state: the statistics of what came before, one a sequence.
+        output_final_state: whether to return the statistics after the last token.
+        cu_seqlens: borders [0, ..., T] of N sequences packed along T (B = 1). Each starts its own statistics.
+        backend: "reference", "chunk", "triton", or "auto", the fastest that can run; see `ccq.backends()`.
+
+    Returns:
+        q_clean and k_bar, in the dtype of q and k, and the final state (None unless asked for). Statistics are fp32,
+        fp64 for fp64 inputs, under autocast too.
+
+    >>> q, k = torch.randn(2, 100, 8, 64), torch.randn(2, 100, 4, 64)
+    >>> lam = torch.full((2, 100, 8), 0.5)
+    >>> q_clean, k_bar, state = clean_query(q, k, lam, output_final_state=True)
+    >>> q_clean.shape, state.count
+    (torch.Size([2, 100, 8, 64]), tensor([100, 100]))
+    """
+    check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
+    return _run("clean_query", q, k, lam, centred, normalize, initial_state, output_final_state, cu_seqlens, backend)
+
+
+def sigma_q(
+    q: Float[Tensor, "B T Hq K"],
+    k: Float[Tensor, "B T Hk K"],
+    centred: bool = True,
+    normalize: str = "unit",
+    initial_state: CovarianceState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B T Hq K"], Float[Tensor, "B T Hk K"], CovarianceState | None]:
+    """y = Sigma_t q, what `clean_query` takes away from a query when lam is 1: for reads that take it away otherwise.
+
+    Arguments as there. With normalize="unit" it is Sigma_t of the unit query.
+
+    Returns:
+        y in fp32 (fp64 for fp64 inputs), k_bar and the final state. y is often smaller than the rounding of a bf16
+        query. Differentiable in q, k and the initial state: dq = Sigma_t dy.
+
+    >>> q, k = torch.randn(2, 100, 8, 64), torch.randn(2, 100, 4, 64)
+    >>> y, k_bar, _ = sigma_q(q, k)
+    >>> q_clean, _, _ = clean_query(q, k, torch.full((2, 100, 8), 0.5))
+    >>> torch.allclose(torch.nn.functional.normalize(q, dim=-1) - 0.5 * y, q_clean, atol=1e-5)
+    True
+    """
+    check_call(q, k, None, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
+    return _run("sigma_q", q, k, None, centred, normalize, initial_state, output_final_state, cu_seqlens, backend)
+
+
+def correction(
+    q: Float[Tensor, "B T Hq K"],
+    k: Float[Tensor, "B T Hk K"],
+    centred: bool = True,
+    normalize: str = "unit",
+    initial_state: CovarianceState | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B T Hq K"]:
+    """The y of `sigma_q` by itself."""
+    return sigma_q(q, k, centred, normalize, initial_state, False, cu_seqlens, backend)[0]
+
+
+def _run(name, q, k, lam, centred, normalize, initial_state, output_final_state, cu_seqlens, backend):
+    """q_clean, or y where there is no lam; k_bar, and the final state where asked for."""
+    if backend == "reference":
+        out, k_bar, state = _reference(q, k, lam, initial_state, cu_seqlens, centred, normalize)
+    else:
+        by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
+        initial: tuple = (None, None, None)
+        if initial_state is not None:
+            initial = (symmetric(initial_state.second_moment), initial_state.key_sum, initial_state.count)
+        refuse_transforms(name, q, k, *by, *initial[:2])
+        # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
+        out, k_bar, _, _, _, *final = torch.ops.ccq.clean_query(
+            q.contiguous(), k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
+        )
+        state = CovarianceState(*final)
+    return out, k_bar if normalize == "unit" else k, state if output_final_state else None
+
+
+def _reference(q, k, lam, state, cu_seqlens, centred, normalize):
+    given = plain_gate(q, *lam) if isinstance(lam, tuple) else q.new_ones(q.shape[:-1]) if lam is None else lam
+    if not torch.compiler.is_compiling():
+        check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
+    if state is None:
+        n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=stats_dtype(k.dtype), device=k.device)
+    with no_autocast(q):
+        q_clean, k_bar, state, y = reference.forward(q, k, given, state, cu_seqlens, centred, normalize)
+    return y if lam is None else q_clean, k_bar, state

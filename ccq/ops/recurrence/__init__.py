@@ -1,0 +1,117 @@
+"""The memory of linear attention: write k v^T at each token, forget, read with q. One definition for every backbone.
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T                                      (additive: RetNet, GLA, Mamba2, ...)
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T    (delta rule: DeltaNet, Gated DeltaNet)
+    o_t = scale * S_t^T q_t
+
+B sequences (or N packed ones), T tokens, H query and key heads, Hv value heads (a multiple of H: value head h belongs
+to key head h // (Hv / H)), K key size, V value size.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ccq.names import nearest
+from ccq.ops.choose import Call, choose
+from ccq.ops.precision import stats_dtype
+from ccq.ops.recurrence import chunk
+
+BACKENDS = ("auto", "chunk", "triton")
+
+
+def recurrence(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T Hv V"],
+    g: Float[Tensor, "B T Hv"] | Float[Tensor, "B T H K"] | None = None,
+    beta: Float[Tensor, "B T Hv"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N Hv K V"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B T Hv V"], Float[Tensor, "N Hv K V"] | None]:
+    """Write and read along the sequence; see the equations above.
+
+    Args:
+        g: log-decay, at most 0: one a value head [B, T, Hv], one a channel [B, T, H, K], or None for no decay.
+        beta: strength of the delta rule, with a decay a head or none; None writes additively.
+        scale: of the read, K^-0.5 unless given.
+        initial_state: what the sequences begin with, fp32 (fp64 for fp64 inputs).
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: borders [0, ..., T] of N sequences packed along T (B = 1); empty ones are allowed.
+        backend: "chunk", plain PyTorch on any device; "triton", fla's kernels; "auto", those where they run.
+
+    Returns:
+        o, in the dtype of v, and the final state (None unless asked for). Both are differentiable.
+
+    >>> q, k, v = torch.randn(2, 100, 4, 16), torch.randn(2, 100, 4, 16), torch.randn(2, 100, 4, 32)
+    >>> o, state = recurrence(q, k, v, g=-torch.rand(2, 100, 4), output_final_state=True)
+    >>> o.shape, state.shape
+    (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 16, 32]))
+    """
+    _check(q, k, v, g, beta, initial_state, cu_seqlens, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # an integer breaks fla's chunk_h on some GPUs
+    if v.shape[0] * v.shape[1] == 0:
+        sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = chunk.start(initial_state, sequences, q, v) if output_final_state else None
+        return v * 1, state  # no tokens: empty, but a function of v for autograd
+    arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+    if choose("recurrence", Call.of(q, delta=beta is not None), backend) == "fla":
+        from ccq.ops.recurrence import fla  # torch.compiler.disable loads half of the compiler
+
+        return fla.run(*arguments)
+    return chunk.run(*arguments)
+
+
+def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> float:
+    """Of the chunkwise form, forward, a token: the scores in a chunk and what they read; the state read and written."""
+    pairs = chunk.CHUNK * (key_size + value_size)
+    state = 2 * key_size * value_size
+    if delta:  # + k k^T, the triangular solve for both right-hand sides, and the read of k
+        pairs += chunk.CHUNK * (2 * key_size + value_size)
+        state += key_size * value_size
+    return 2.0 * heads * (pairs + state)
+
+
+def _check(q, k, v, g, beta, initial_state, cu_seqlens, backend) -> None:
+    """Raise unless the arguments fit together: the message names the argument, what was expected, and what came."""
+    if q.ndim != 4 or 0 in q.shape[2:]:
+        raise ValueError(f"q: expected shape [B, T, H, K], got {tuple(q.shape)}")
+    batch, length, heads, key_size = q.shape
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] == 0 or v.shape[2] % heads:
+        raise ValueError(
+            f"v: expected shape [{batch}, {length}, Hv, V], Hv a multiple of q's {heads} heads, got {tuple(v.shape)}"
+        )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+    per_head = (batch, length, v.shape[2])
+    if g is not None and tuple(g.shape) not in (per_head, tuple(q.shape)):
+        raise ValueError(f"g: expected shape {per_head} or {tuple(q.shape)}, got {tuple(g.shape)}")
+    if beta is not None and tuple(beta.shape) != per_head:
+        raise ValueError(f"beta: expected shape {per_head}, got {tuple(beta.shape)}")
+    if beta is not None and g is not None and g.ndim == 4:
+        raise ValueError(f"g: expected one decay a head, {per_head}, with beta (the delta rule), got {tuple(g.shape)}")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}.{nearest(backend, BACKENDS)}"
+        )
+    sequences = batch
+    if cu_seqlens is not None:
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
+        if batch != 1:
+            raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {batch}")
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        shape = (sequences, v.shape[2], key_size, v.shape[3])
+        if tuple(initial_state.shape) != shape or initial_state.dtype != stats_dtype(q.dtype):
+            raise ValueError(
+                f"initial_state: expected {stats_dtype(q.dtype)} of shape {shape}, "
+                f"got {initial_state.dtype} of shape {tuple(initial_state.shape)}"
+            )

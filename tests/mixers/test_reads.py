@@ -1,0 +1,100 @@
+"""A read beside the paper's is a function in READS: with it a model prefills, decodes and learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import TOLERANCE, assert_close, clean_query, unit_vector
+
+from ccq.mixers import READS, QueryCleaner, Sequences
+from ccq.model import CCQConfig, CCQForCausalLM
+
+H, K = 2, 8
+BACKBONES = ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2"]
+
+
+def paper(q, y, lam):
+    return q - lam * y
+
+
+def projected(q, y, lam):
+    """q without the share lam of its component along y."""
+    return q - lam * (q * y).sum(-1, keepdim=True) / (y.square().sum(-1, keepdim=True) + 1e-3) * y
+
+
+@pytest.fixture(autouse=True)
+def reads(monkeypatch):
+    monkeypatch.setitem(READS, "projected", projected)
+    monkeypatch.setitem(READS, "paper, by a function", paper)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("normalize", ["unit", "stats"])
+def test_the_papers_read_by_a_function_is_the_papers_read(normalize):
+    cleaners = [
+        QueryCleaner(CCQConfig(clean=True, normalize=normalize, read=read), H, K).double()
+        for read in ("paper", "paper, by a function")
+    ]
+    for p in cleaners[0].parameters():
+        torch.nn.init.normal_(p)
+    cleaners[1].load_state_dict(cleaners[0].state_dict())
+    q, k = draw(2, 30, H, K), draw(2, 30, H, K, seed=1)
+    ref, got = (cleaner(q, q, k, Sequences(2), None, True) for cleaner in cleaners)
+    for name, a, b in zip(("q", "k"), ref, got, strict=False):
+        assert_close(name, a, b, 10 * TOLERANCE[torch.float64])
+    assert torch.equal(ref[2].second_moment, got[2].second_moment)
+
+
+def test_a_read_is_what_the_function_makes_of_q_and_y():
+    cleaner = QueryCleaner(CCQConfig(clean=True, fixed_lam=0.5, read="projected"), H, K).double()
+    q, k = draw(1, 30, H, K), draw(1, 30, H, K, seed=1)
+    y = 2 * (unit_vector(q) - clean_query(q, k, torch.full((1, 30, H), 0.5).double(), backend="reference")[0])
+    ref = projected(unit_vector(q), y, 0.5)
+    assert_close("q", ref, cleaner(q, q, k, Sequences(1))[0], 1e-12)
+
+
+@pytest.mark.parametrize("system", BACKBONES)
+def test_steps_continue_a_prefill(system):
+    torch.manual_seed(0)
+    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", read="projected", fixed_lam=0.5)).double().eval()
+    plain = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", fixed_lam=0.5)).double().eval()
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 256, (2, 20))
+    with torch.no_grad():
+        ref = model(ids).logits
+        out = model(ids[:, :12], use_cache=True)
+        for t in range(12, 20):
+            out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
+            assert_close("logits", ref[:, t], out.logits[:, -1], 1e-10)
+        other = plain(ids).logits
+    with pytest.raises(AssertionError, match="relative"):  # it is not the paper's
+        assert_close("logits", other, ref, 1e-4)
+
+
+@pytest.mark.parametrize("system", BACKBONES)
+def test_a_model_learns_with_it(system):
+    torch.manual_seed(0)
+    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", read="projected"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(0, 16, (4, 24))
+    losses = []
+    for _ in range(20):
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    gates = [p for name, p in model.named_parameters() if "gate_bias" in name]
+    assert gates
+    assert all(p.grad.abs().max() > 0 for p in gates)
+
+
+def test_a_read_that_is_not_there_or_without_cleaning_is_refused():
+    with pytest.raises(ValueError, match=r"read: expected one of paper, .* got 'projecte'\. Did you mean 'projected'"):
+        CCQConfig(clean=True, read="projecte")
+    with pytest.raises(ValueError, match="read: expected clean=True with 'projected'"):
+        CCQConfig(read="projected")
