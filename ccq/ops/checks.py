@@ -20,6 +20,8 @@ from ccq.ops.precision import stats_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMALIZE = ("unit", "none", "stats")
+STEPS = ("scaled", "projected")
+MOST_STEPS = 4
 
 
 def check_call(
@@ -80,6 +82,27 @@ def check_call(
         _check_state("initial_state" if tokens else "state", state, sequences, k)
 
 
+def check_read(step: str, steps: int, log_decay: Tensor | None, k: Tensor) -> None:
+    """Raise unless these say how a query is read beside the paper's way, for keys k [..., Hk, K] that were checked."""
+    if step not in STEPS:
+        raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}.{nearest(step, STEPS)}")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps: expected a whole number from 1 to {MOST_STEPS}, got {steps!r}")
+    if log_decay is None:
+        return
+    check_float("log_decay", log_decay)
+    if log_decay.shape != k.shape[:-1]:
+        raise ValueError(
+            f"log_decay: expected one a token and key head, {tuple(k.shape[:-1])}, got {tuple(log_decay.shape)}"
+        )
+    same_device("log_decay", log_decay, k)
+    looked = log_decay.device.type == "cpu" or os.environ.get("CCQ_CHECK") == "1"
+    if looked and log_decay.numel() and not torch.compiler.is_compiling():
+        largest = log_decay.detach().max().item()
+        if largest > 0:
+            raise ValueError(f"log_decay: expected values up to 0, got {largest:g}")
+
+
 def same_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
@@ -106,7 +129,8 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
     for field, x, shape, dtype in (  # C as it is stored: reading it would mend it, and decoding asks at every token
         ("second_moment", state._second_moment, (sequences, heads, key_size, key_size), high),
         ("key_sum", state.key_sum, (sequences, heads, key_size), high),
-        ("count", state.count, (sequences,), torch.int64),
+        *([("count", state.count, (sequences, heads), high)] if weighs(state) else []),
+        *([] if weighs(state) else [("count", state.count, (sequences,), torch.int64)]),
     ):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}.{field}: expected a tensor, got {type(x).__name__}")
@@ -115,6 +139,11 @@ def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -
         if x.dtype != dtype:
             raise TypeError(f"{name}.{field}: expected {dtype} for {k.dtype} keys, got {x.dtype}")
         same_device(f"{name}.{field}", x, k)
+
+
+def weighs(state: CovarianceState) -> bool:
+    """Whether a state counts in fractions: its covariance has decayed."""
+    return isinstance(state.count, Tensor) and state.count.is_floating_point()
 
 
 def check_float(name: str, x: Tensor) -> None:

@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ccq.ops.checks import check_call, check_values, refuse_transforms
-from ccq.ops.clean import library, reference  # noqa: F401  (library defines torch.ops.ccq.clean_query)
-from ccq.ops.clean.gating import Gate, plain_gate
+from ccq.ops.checks import check_call, check_read, check_values, refuse_transforms
+from ccq.ops.choose import Call, choose
+from ccq.ops.clean import decayed, library, reference  # noqa: F401  (they define torch.ops.ccq.*)
+from ccq.ops.clean.gating import Gate, gate, plain_gate
 from ccq.ops.clean.reference import symmetric
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.precision import no_autocast, stats_dtype
+from ccq.ops.precision import no_autocast, stats_dtype, unit
 
 
 def clean_query(
@@ -27,6 +28,9 @@ def clean_query(
     output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
     backend: str = "auto",
+    step: str = "scaled",
+    steps: int = 1,
+    log_decay: Float[Tensor, "B T Hk"] | None = None,
 ) -> tuple[Float[Tensor, "B T Hq K"], Float[Tensor, "B T Hk K"], CovarianceState | None]:
     """Clean each query with the covariance of the keys up to and including its own position.
 
@@ -46,6 +50,11 @@ def clean_query(
         output_final_state: whether to return the statistics after the last token.
         cu_seqlens: borders [0, ..., T] of N sequences packed along T (B = 1). Each starts its own statistics.
         backend: "reference", "chunk", "triton", or "auto", the fastest that can run; see `ccq.backends()`.
+        step: "scaled": as above (the paper); "projected": lam is the share of what q has along y = Sigma_t q that is
+            taken away, q_clean = q - lam (q . y) / (y . y) y, whatever the scale of Sigma.
+        steps: how often the step is taken, on the same keys, from 1 to 4.
+        log_decay: by what C, s and t are multiplied before a key is added, its logarithm, at most 0: the covariance of
+            what is still remembered. Then t is a weight, one a head.
 
     Returns:
         q_clean and k_bar, in the dtype of q and k, and the final state (None unless asked for). Statistics are fp32,
@@ -58,7 +67,28 @@ def clean_query(
     (torch.Size([2, 100, 8, 64]), tensor([100, 100]))
     """
     check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
-    return _run("clean_query", q, k, lam, centred, normalize, initial_state, output_final_state, cu_seqlens, backend)
+    check_read(step, steps, log_decay, k)
+    if step == "scaled" and steps == 1 and log_decay is None:
+        return _run(
+            "clean_query", q, k, lam, None, centred, normalize, initial_state, output_final_state, cu_seqlens, backend
+        )
+    if isinstance(lam, tuple):
+        lam = plain_gate(q, *lam) if backend == "reference" else gate(q, *lam, backend=backend)
+    for left in reversed(range(steps)):
+        final = output_final_state and not left
+        y, k_bar, state = _run(
+            "sigma_q", q, k, None, log_decay, centred, normalize, initial_state, final, cu_seqlens, backend
+        )
+        q = read_with(step, q, y, lam, normalize)
+        if normalize == "unit":  # once
+            k, normalize = k_bar, "none"
+    return q, k_bar, state
+
+
+def read_with(step: str, q: Tensor, y: Tensor, lam: Tensor, normalize: str) -> Tensor:
+    """q_clean of y = Sigma_t q as `sigma_q` gives it."""
+    q_read = unit(q) if normalize == "unit" else q.to(y.dtype)
+    return reference.apply(step, q_read, y, lam.to(y.dtype)[..., None]).to(q.dtype)
 
 
 def sigma_q(
@@ -70,6 +100,7 @@ def sigma_q(
     output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
     backend: str = "auto",
+    log_decay: Float[Tensor, "B T Hk"] | None = None,
 ) -> tuple[Float[Tensor, "B T Hq K"], Float[Tensor, "B T Hk K"], CovarianceState | None]:
     """y = Sigma_t q, what `clean_query` takes away from a query when lam is 1: for reads that take it away otherwise.
 
@@ -86,7 +117,10 @@ def sigma_q(
     True
     """
     check_call(q, k, None, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
-    return _run("sigma_q", q, k, None, centred, normalize, initial_state, output_final_state, cu_seqlens, backend)
+    check_read("scaled", 1, log_decay, k)
+    return _run(
+        "sigma_q", q, k, None, log_decay, centred, normalize, initial_state, output_final_state, cu_seqlens, backend
+    )
 
 
 def correction(
@@ -97,30 +131,41 @@ def correction(
     initial_state: CovarianceState | None = None,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
     backend: str = "auto",
+    log_decay: Float[Tensor, "B T Hk"] | None = None,
 ) -> Float[Tensor, "B T Hq K"]:
     """The y of `sigma_q` by itself."""
-    return sigma_q(q, k, centred, normalize, initial_state, False, cu_seqlens, backend)[0]
+    return sigma_q(q, k, centred, normalize, initial_state, False, cu_seqlens, backend, log_decay)[0]
 
 
-def _run(name, q, k, lam, centred, normalize, initial_state, output_final_state, cu_seqlens, backend):
+def _run(name, q, k, lam, log_decay, centred, normalize, initial_state, output_final_state, cu_seqlens, backend):
     """q_clean, or y where there is no lam; k_bar, and the final state where asked for."""
     if backend == "reference":
-        out, k_bar, state = _reference(q, k, lam, initial_state, cu_seqlens, centred, normalize)
+        out, k_bar, state = _reference(q, k, lam, log_decay, initial_state, cu_seqlens, centred, normalize)
     else:
         by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
         initial: tuple = (None, None, None)
         if initial_state is not None:
             initial = (symmetric(initial_state.second_moment), initial_state.key_sum, initial_state.count)
-        refuse_transforms(name, q, k, *by, *initial[:2])
+        refuse_transforms(name, q, k, *by, log_decay, *initial[:2])
+        if log_decay is None and initial[2] is not None and initial[2].is_floating_point():
+            log_decay = k.new_zeros(k.shape[:-1], dtype=initial[2].dtype)  # its count is a weight already
         # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
-        out, k_bar, _, _, _, *final = torch.ops.ccq.clean_query(
-            q.contiguous(), k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
-        )
+        q = q.contiguous()
+        if log_decay is not None:
+            choose("sigma_q", Call.of(q, decayed=True), backend)  # says what is slow, and refuses what cannot be
+            check_values(q[..., :0], initial[2], cu_seqlens, q.shape[1])
+            out, k_bar, _, _, *final = torch.ops.ccq.decayed_sigma_q(
+                q, k, log_decay, *initial, cu_seqlens, centred, normalize
+            )
+        else:
+            out, k_bar, _, _, _, *final = torch.ops.ccq.clean_query(
+                q, k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
+            )
         state = CovarianceState(*final)
     return out, k_bar if normalize == "unit" else k, state if output_final_state else None
 
 
-def _reference(q, k, lam, state, cu_seqlens, centred, normalize):
+def _reference(q, k, lam, log_decay, state, cu_seqlens, centred, normalize):
     given = plain_gate(q, *lam) if isinstance(lam, tuple) else q.new_ones(q.shape[:-1]) if lam is None else lam
     if not torch.compiler.is_compiling():
         check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
@@ -128,5 +173,5 @@ def _reference(q, k, lam, state, cu_seqlens, centred, normalize):
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=stats_dtype(k.dtype), device=k.device)
     with no_autocast(q):
-        q_clean, k_bar, state, y = reference.forward(q, k, given, state, cu_seqlens, centred, normalize)
+        q_clean, k_bar, state, y = reference.forward(q, k, given, state, cu_seqlens, centred, normalize, log_decay)
     return y if lam is None else q_clean, k_bar, state

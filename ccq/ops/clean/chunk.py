@@ -13,12 +13,20 @@ one masked product; between chunks a running sum of k k^T (forward) and of its a
 
 The gradient of y itself is that of q_clean with lam = -1, without the query: dq_t = Sigma_t dy_t.
 
+With a log-decay a_t, one a token and key head, what key j adds to C_t, s_t and to the weight n_t in the place of t is
+multiplied by exp(a_{j+1} + ... + a_t), and so is what flows back. y does not change when C, s and n are scaled
+together, so of the gradient of the decays only the keys' side is left (B_t: that of scaling what token t adds):
+
+    da_j = <dC_T, C_T> + ds_T . s_T + dn_T n_T - sum_{t>=j} B_t
+    B_t  = k_t . (dk_t through C / 2 + dk_t through s) + dn_t
+
 Nothing of size T x T or T x K x K exists: time and memory are linear in T. The backward recomputes what it needs
 from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is saved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,21 +35,25 @@ from torch import Tensor
 from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
 from ccq.ops.clean.gating import plain_gate, plain_gate_backward
 from ccq.ops.clean.reference import prepare
+from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
 
 
-def scan(layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+def scan(
+    layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False, decay: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sums of `adds` [M, ...] over the chunks before each one (after it, if `reverse`), begun at `start` [N, ...].
 
-    Returns them and, for each sequence, the sum over all its chunks.
+    Returns them and, for each sequence, the sum over all its chunks. `decay` [M, Hk]: a chunk first multiplies by it
+    what comes from before (after) it.
     """
     start, sums, ended = in_order(start, layout.order), [], []
     running = start[:0] if reverse else start
-    ranks = adds.split(layout.counts)
-    for here in reversed(ranks) if reverse else ranks:
+    ranks = list(zip(adds.split(layout.counts), per_rank(decay, adds, layout), strict=True))
+    for here, left in reversed(ranks) if reverse else ranks:
         n = here.shape[0]
         if n > running.shape[0]:  # going back, some sequences begin here
             running = torch.cat([running, start[running.shape[0] : n]])
@@ -49,53 +61,105 @@ def scan(layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False) -> 
             ended.append(running[n:])
             running = running[:n]
         sums.append(running)
-        running = running + here
+        running = (running if left is None else left * running) + here
     total = torch.cat([running, start[running.shape[0] :] if reverse else running[:0], *reversed(ended)])
     return torch.cat(sums[::-1] if reverse else sums), in_order(total, layout.place)
+
+
+def per_rank(decay: Tensor | None, adds: Tensor, layout: Layout) -> Sequence[Tensor | None]:
+    """`decay` [M, Hk] split as `adds` [M, Hk, ...] is, with as many dimensions."""
+    if decay is None:
+        return [None] * len(layout.counts)
+    return decay.view(*decay.shape, *[1] * (adds.ndim - decay.ndim)).split(layout.counts)
+
+
+class Decay(NamedTuple):
+    """What is left of something in a chunk, by the log-decays between, [M, Hk, ...]."""
+
+    within: Tensor  # [C, C] of token j at token t >= j, else 0
+    start: Tensor  # [C] of what the chunk begins with, at token t
+    end: Tensor  # [C] of token j at the end of the chunk
+    across: Tensor  # [] of what the chunk begins with, at its end
+
+
+def decay_of(log_decay: Tensor, layout: Layout) -> Decay:
+    """Of log_decay [B, T, Hk]."""
+    total = to_chunks(log_decay, layout).cumsum(-1)  # zero where a chunk is not full: nothing is lost there
+    within = (total[..., :, None] - total[..., None, :]).tril_().exp_().tril_()  # nothing above 0 goes into exp
+    return Decay(within, total.exp(), (total[..., -1:] - total).exp_(), total[..., -1].exp())
 
 
 class Chunked(NamedTuple):
     """What forward and backward both need of the keys, chunk by chunk."""
 
     layout: Layout
+    decay: Decay | None
     k: Tensor  # [M, Hk, C, K] the keys of the statistics
-    t: Tensor  # [M, 1, 1, C, 1] the count, this token included
+    t: Tensor  # [M, 1 or Hk, 1, C, 1] the count or the weight, this token included
     before: Tensor  # [M, Hk, K, K] C of all earlier chunks
     key_sum: Tensor  # [M, Hk, 1, C, K] s_t
     second_moment: Tensor  # [N, Hk, K, K] the final state
     final_key_sum: Tensor  # [N, Hk, K]
+    final_count: Tensor | None  # [N, Hk] where it is a weight
 
 
 def chunk_keys(
-    k: Tensor, second_moment: Tensor | None, key_sum: Tensor | None, count: Tensor | None, cu_seqlens: Tensor | None
+    k: Tensor,
+    log_decay: Tensor | None,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> Chunked:
     """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
-    batch, length = k.shape[:2]
+    batch, length, heads = k.shape[:3]
     layout = make_layout(batch, length, cu_seqlens, k.device, CHUNK)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     second_moment, key_sum = start_state(k, sequences, second_moment, key_sum)
+    kc = to_chunks(k, layout).contiguous()
+    if log_decay is not None:
+        decay = decay_of(log_decay.to(k.dtype), layout)
+        weight = k.new_zeros(sequences, heads) if count is None else weight_of(count, heads, k.dtype)
+        real = to_chunks(k.new_ones(batch, length, 1), layout)  # [M, 1, C]
+        kept = decay.end[..., None] * kc
+        before, second_moment = scan(layout, kept.mT @ kc, second_moment, decay=decay.across)
+        sum_before, final_key_sum = scan(layout, kept.sum(2), key_sum, decay=decay.across)
+        weight_before, final = scan(layout, (decay.end * real).sum(-1), weight, decay=decay.across)
+        sums = decay.start[..., None] * sum_before[:, :, None] + decay.within @ kc
+        t = decay.start * weight_before[..., None] + (decay.within @ real[..., None])[..., 0]
+        t = t.clamp(min=1)  # it includes this token; less it is only where a chunk is not full
+        return Chunked(
+            layout, decay, kc, t[:, :, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum, final
+        )
     local = torch.arange(1, CHUNK + 1, device=k.device)
     t = torch.cat([(rank * CHUNK + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
     if count is not None:
         t = t + per_chunk(count, layout)[:, None]
-    kc = to_chunks(k, layout).contiguous()
     before, second_moment = scan(layout, kc.mT @ kc, second_moment)
     sum_before, final_key_sum = scan(layout, kc.sum(2), key_sum)
     sums = sum_before[:, :, None] + kc.cumsum(2)
-    return Chunked(
-        layout, kc, t.to(k.dtype)[:, None, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum
-    )
+    t = t.to(k.dtype)[:, None, None, :, None]
+    return Chunked(layout, None, kc, t, before, sums.unsqueeze(2), second_moment, final_key_sum, None)
 
 
 def scores(keys: Chunked, x: Tensor) -> Tensor:
-    """k_j . x_t for j <= t in the chunk, [M, Hk, G, C, C], for x [M, Hk, G, C, K]."""
-    return (x.flatten(2, 3) @ keys.k.mT).unflatten(2, x.shape[2:4]).tril_()
+    """k_j . x_t for j <= t in the chunk, decayed, [M, Hk, G, C, C], for x [M, Hk, G, C, K]."""
+    p = (x.flatten(2, 3) @ keys.k.mT).unflatten(2, x.shape[2:4])
+    return p.tril_() if keys.decay is None else p.mul_(keys.decay.within[:, :, None])
+
+
+def from_before(keys: Chunked, x: Tensor) -> Tensor:
+    """C_before x_t, decayed, [M, Hk, G * C, K]."""
+    y = x.flatten(2, 3) @ keys.before
+    if keys.decay is None:
+        return y
+    return (y.view_as(x) * keys.decay.start[:, :, None, :, None]).flatten(2, 3)
 
 
 def read(keys: Chunked, x: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sigma_t x_t for x [M, Hk, G, C, K], and behind it the scores and m_t = s_t . x_t / t."""
     p = scores(keys, x)
-    y = (p.flatten(2, 3) @ keys.k).add_(x.flatten(2, 3) @ keys.before).view_as(x).div_(keys.t)
+    y = (p.flatten(2, 3) @ keys.k).add_(from_before(keys, x)).view_as(x).div_(keys.t)
     m = None
     if centred:
         m = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
@@ -117,6 +181,7 @@ def pieces(q: Tensor, cu_seqlens: Tensor | None) -> list[slice]:
 
 
 def seen_before(count: Tensor | None, piece: slice, k: Tensor) -> Tensor:
+    """The count at the start of a piece, without a decay."""
     return k.new_full(k.shape[:1], piece.start, dtype=torch.int64) if count is None else count + piece.start
 
 
@@ -136,25 +201,47 @@ def forward(
     """q_clean, k_bar, 1/|k|, m_t, lam, and the final C and s."""
     if gate is not None:
         lam = plain_gate(q, *gate)
+    *output, moment, total, _ = decayed_forward(
+        q, k, lam, None, second_moment, key_sum, count, cu_seqlens, centred, normalize
+    )
+    return *output, lam, moment, total
+
+
+def decayed_forward(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor | None,
+    log_decay: Tensor | None,
+    second_moment: Tensor | None,
+    key_sum: Tensor | None,
+    count: Tensor | None,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+) -> tuple:
+    """q_clean (y where lam is None), k_bar, 1/|k|, m_t, and the final C, s and, where it is a weight, count."""
     cut = pieces(q, cu_seqlens)
     if len(cut) > 1:
         outputs = []
         moment, total = start_state(k, k.shape[0], second_moment, key_sum)
+        weight = count
         for piece in cut:
-            *output, _, moment, total = forward(
-                of(q, piece), of(k, piece), of(lam, piece), None, moment, total, seen_before(count, piece, k), None,
-                centred, normalize, output_final_state,
+            seen = weight if log_decay is not None else seen_before(count, piece, k)
+            *output, moment, total, weight = decayed_forward(
+                of(q, piece), of(k, piece), of(lam, piece), of(log_decay, piece), moment, total, seen, None, centred,
+                normalize,
             )  # fmt: skip
             outputs.append(output)
-        return *join(outputs), lam, moment, total
+        return *join(outputs), moment, total, weight
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
-        keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
+        keys = chunk_keys(k_stat, log_decay, second_moment, key_sum, count, cu_seqlens)
         y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
         y = from_grouped_chunks(y, keys, q)
         out = y if lam is None else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q).squeeze(-1)
-        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, lam, keys.second_moment, keys.final_key_sum)
+        final = (keys.second_moment, keys.final_key_sum, keys.final_count)
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, *final)
 
 
 def contiguous(*outputs: Tensor | None) -> tuple:
@@ -187,32 +274,58 @@ def backward(
     normalize: str,
 ) -> tuple:
     """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
+    dq, dk, dlam, _, d_moment, d_total, _ = decayed_backward(
+        g, dk_bar, (d_second_moment, d_key_sum, None), q, k, k_rnorm, means, lam, None,
+        (second_moment, key_sum, count), cu_seqlens, centred, normalize,
+    )  # fmt: skip
+    d_weight = d_bias = None
     if gate_weight is not None:
         assert lam is not None
-        dq, dk, dlam, d_moment, d_total, _, _ = backward(
-            g, dk_bar, d_second_moment, d_key_sum, q, k, k_rnorm, means, lam, None, second_moment, key_sum, count,
-            cu_seqlens, centred, normalize,
-        )  # fmt: skip
         through_gate, d_weight, d_bias = plain_gate_backward(dlam, q, gate_weight, lam)
-        return dq + through_gate, dk, dlam, d_moment, d_total, d_weight, d_bias
+        dq = dq + through_gate
+    return dq, dk, dlam, d_moment, d_total, d_weight, d_bias
+
+
+Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]  # C, s and the count or weight; or their gradients
+
+
+def decayed_backward(
+    g: Tensor,
+    dk_bar: Tensor | None,
+    d_final: Statistics,
+    q: Tensor,
+    k: Tensor,
+    k_rnorm: Tensor,
+    means: Tensor,
+    lam: Tensor | None,
+    log_decay: Tensor | None,
+    initial: Statistics,
+    cu_seqlens: Tensor | None,
+    centred: bool,
+    normalize: str,
+) -> tuple:
+    """dq, dk, dlam, that of the log-decay, and those of the initial C, s and weight; arguments as of `backward`."""
     cut = pieces(q, cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
-        starts = [start_state(k, k.shape[0], second_moment, key_sum)]
+        starts: list[Statistics] = [(*start_state(k, k.shape[0], *initial[:2]), initial[2])]
         with exact_matmul(q):
             for piece in cut[:-1]:
-                keys_t = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize).transpose(1, 2)
-                starts.append((starts[-1][0] + keys_t.mT @ keys_t, starts[-1][1] + keys_t.sum(2)))
+                piece_keys = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize)
+                starts.append(advance(piece_keys, of(log_decay, piece), starts[-1]))
         outputs = []
-        for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
-            *output, d_second_moment, d_key_sum, _, _ = backward(
-                of(g, piece), of(dk_bar, piece), d_second_moment, d_key_sum,
-                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece), None,
-                moment, total, seen_before(count, piece, k), None, centred, normalize,
+        for piece, start in zip(reversed(cut), reversed(starts), strict=True):
+            if log_decay is None:
+                start = (*start[:2], seen_before(initial[2], piece, k))
+            *output, d_moment, d_total, d_count = decayed_backward(
+                of(g, piece), of(dk_bar, piece), d_final, of(q, piece), of(k, piece), of(k_rnorm, piece),
+                of(means, piece), of(lam, piece), of(log_decay, piece), start, None, centred, normalize,
             )  # fmt: skip
+            d_final = (d_moment, d_total, d_count)
             outputs.append(output)
-        return *join(outputs[::-1]), d_second_moment, d_key_sum, None, None
+        return *join(outputs[::-1]), *d_final
     high = stats_dtype(q.dtype)
+    batch, length = k.shape[:2]
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
@@ -220,33 +333,54 @@ def backward(
         g = g.to(high)
         gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
 
-        keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
+        keys = chunk_keys(k_stat, log_decay, *initial, cu_seqlens)
+        layout, decay = keys.layout, keys.decay
+        across = None if decay is None else decay.across
         qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
         w, scores_g, mean_g = read(keys, gc, centred)
+        along = (qc * w).sum(-1, keepdim=True)  # q . Sigma g
         w = from_grouped_chunks(w, keys, q)
-        dlam = None if lam is None else -(q_read * w).sum(-1).to(lam.dtype)
+        dlam = None if lam is None else -from_grouped_chunks(along, keys, q).squeeze(-1).to(lam.dtype)
         dq = w if lam is None else g - gate * w  # of y: without the query that y is taken off
 
-        weight = -to_grouped_chunks(gate, keys) / keys.t
-        cg, cq = (weight * gc).flatten(2, 3), (weight * qc).flatten(2, 3)
-        dk = scores(keys, qc).flatten(2, 3).mT @ cg
-        dk += scores_g.flatten(2, 3).mT @ cq
-        cross = qc.flatten(2, 3).mT @ cg
+        d_second_moment, d_key_sum, d_weight = d_final
         if d_second_moment is None:
             d_second_moment = torch.zeros_like(keys.second_moment)
         if d_key_sum is None:
             d_key_sum = torch.zeros_like(keys.final_key_sum)
-        after, d_first = scan(keys.layout, cross + cross.mT, d_second_moment + d_second_moment.mT, reverse=True)
-        dk += keys.k @ after
-        if mean_g is not None:
-            mean_q = to_grouped_chunks(means[..., None], keys)
-            pull = -(weight * (mean_q * gc + mean_g * qc)).sum(2)  # [M, Hk, C, K]
-            sum_after, d_key_sum = scan(keys.layout, pull.sum(2), d_key_sum, reverse=True)
-            dk += sum_after[:, :, None] + pull.flip(2).cumsum(2).flip(2)
+        weight = -to_grouped_chunks(gate, keys) / keys.t
+        cg, cq = (weight * gc).flatten(2, 3), (weight * qc).flatten(2, 3)
+        dk = scores(keys, qc).flatten(2, 3).mT @ cg
+        dk += scores_g.flatten(2, 3).mT @ cq
+        reached = qc if decay is None else qc * decay.start[:, :, None, :, None]  # from the start of a chunk
+        cross = reached.flatten(2, 3).mT @ cg
+        after, d_first = scan(layout, cross + cross.mT, d_second_moment + d_second_moment.mT, True, across)
+        dk += to_end(keys, keys.k @ after)
+        through_c = dk
+        mean_q = None if mean_g is None else to_grouped_chunks(means[..., None], keys)
+        if mean_g is None or mean_q is None:
+            pull = torch.zeros_like(keys.k)
         else:
-            dk += per_chunk(d_key_sum, keys.layout)[:, :, None]
-            d_key_sum = d_key_sum.clone()  # an operator must not return its input
-        dk = from_chunks(dk, keys.layout, *k.shape[:2])
+            pull = -(weight * (mean_q * gc + mean_g * qc)).sum(2)  # [M, Hk, C, K]
+        through_s, d_sum = collect(keys, pull, d_key_sum)
+        dk = through_c + through_s
+
+        d_log_decay = d_start = None
+        if keys.final_count is not None and decay is not None:
+            # y does not change when C, s and the weight are scaled together: what is left is the side of the keys
+            d_weight = torch.zeros_like(keys.final_count) if d_weight is None else d_weight
+            pull = -(weight * along).sum(2)
+            if mean_g is not None and mean_q is not None:
+                pull += (weight * mean_q * mean_g).sum(2)
+            through_n, d_start = collect(keys, pull, d_weight[..., None])
+            scaled = (keys.k * (through_c / 2 + through_s)).sum(-1) + through_n.squeeze(-1)  # [M, Hk, C]
+            scaled = scaled * to_chunks(k_stat.new_ones(batch, length, 1), layout)  # only tokens that are there
+            whole = (d_second_moment * keys.second_moment).sum((-1, -2)) + (d_key_sum * keys.final_key_sum).sum(-1)
+            whole = whole + d_weight * keys.final_count
+            later, _ = scan(layout, -scaled.sum(-1), whole, True)
+            d_log_decay = from_chunks(later[..., None] - scaled.flip(-1).cumsum(-1).flip(-1), layout, batch, length)
+            d_start = d_start.squeeze(-1)
+        dk = from_chunks(dk, layout, batch, length)
         if dk_bar is not None:
             dk += dk_bar.to(high)
 
@@ -254,7 +388,45 @@ def backward(
             dq = unit_backward(dq, q_read, q_rnorm)
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
-        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_key_sum, None, None)
+        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_log_decay, d_first / 2, d_sum, d_start)
+
+
+def to_end(keys: Chunked, x: Tensor) -> Tensor:
+    """x [M, Hk, C, ...] of the end of a chunk, at its tokens."""
+    return x if keys.decay is None else x * keys.decay.end[..., None]
+
+
+def collect(keys: Chunked, pull: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """What a token has added to sums at itself and later, of the gradients `pull` [M, Hk, C, ...] of these sums.
+
+    And the gradient of what the sums began with; `last` is that of the sum after the last token.
+    """
+    decay = keys.decay
+    if decay is None:
+        after, first = scan(keys.layout, pull.sum(2), last, True)
+        return after[:, :, None] + pull.flip(2).cumsum(2).flip(2), first
+    after, first = scan(keys.layout, (decay.start[..., None] * pull).sum(2), last, True, decay.across)
+    return decay.within.mT @ pull + to_end(keys, after[:, :, None]), first
+
+
+def advance(k: Tensor, log_decay: Tensor | None, start: Statistics) -> Statistics:
+    """The statistics after the keys k [B, T, Hk, K]; without a decay the count stays behind."""
+    moment, total, count = start
+    assert moment is not None
+    assert total is not None
+    keys = k.transpose(1, 2)
+    if log_decay is None:
+        return moment + keys.mT @ keys, total + keys.sum(2), count
+    left = log_decay.to(k.dtype).transpose(1, 2)  # [B, Hk, T]: what is still to come at each token
+    whole = left.sum(-1).exp()
+    left = (left.flip(-1).cumsum(-1).flip(-1) - left).exp()
+    kept = keys * left[..., None]
+    weight = torch.zeros_like(whole) if count is None else weight_of(count, k.shape[2], k.dtype)
+    return (
+        whole[..., None, None] * moment + kept.mT @ keys,
+        whole[..., None] * total + kept.sum(2),
+        whole * weight + left.sum(-1),
+    )
 
 
 def of(x, piece: slice):

@@ -6,7 +6,7 @@ one of the backends runs. torch.compile sees an opaque call, so it takes any mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -204,12 +204,17 @@ def _no_vmap(info, in_dims, *args):
     )
 
 
-for name, function, fake in (
-    ("ccq::clean_query", _clean_query, _clean_query_fake),
-    ("ccq::clean_query_backward", _clean_query_backward, _clean_query_backward_fake),
-):
-    torch.library.impl(name, "default", function)
-    torch.library.register_fake(name, fake)
-    torch.library.register_vmap(name, _no_vmap)
-torch.library.register_autograd("ccq::clean_query", _backward, setup_context=_setup_context)
-torch.library.register_autograd("ccq::clean_query_backward", _no_double_backward)
+def register(name: str, forward: tuple, backward: tuple, autograd: Callable, setup_context: Callable) -> None:
+    """An operator and its NAME_backward, each a function and its fake."""
+    for each, (function, fake) in ((name, forward), (f"{name}_backward", backward)):
+        torch.library.impl(each, "default", function)
+        torch.library.register_fake(each, fake)
+        torch.library.register_vmap(each, _no_vmap)
+    torch.library.register_autograd(name, autograd, setup_context=setup_context)
+    torch.library.register_autograd(f"{name}_backward", _no_double_backward)
+
+
+register(
+    "ccq::clean_query", (_clean_query, _clean_query_fake), (_clean_query_backward, _clean_query_backward_fake),
+    _backward, _setup_context,
+)  # fmt: skip

@@ -1,5 +1,9 @@
 """The definition: q_clean = q - lam * Sigma_t q, one token after another. Every other backend must agree with it.
 
+Beside the paper's step, "scaled", stands the projected one, whose lam is a share of what q has along y = Sigma_t q:
+
+    q_clean = q - lam * (q . y) / (y . y + eps) * y
+
 B sequences, T tokens, Hq query heads reading Hk key heads (query head h reads key head h // (Hq / Hk)), K key size.
 Plain PyTorch, differentiable to any order, any float dtype, a Python step a token: for reading and for tests.
 """
@@ -13,6 +17,17 @@ from torch import Tensor
 
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import stats_dtype, unit
+
+# Below this y is rounding: at the first token, and where all keys are equal, the projected step leaves the query alone.
+# A y worth taking away is far above: in trained models |y|^2 is 1e-6 and more.
+LEAST = 1e-10
+
+
+def apply(step: str, q: Tensor, y: Tensor, lam: Tensor) -> Tensor:
+    """q_clean from y = Sigma_t q, for q and y [..., K] and lam [..., 1]."""
+    if step == "projected":
+        lam = lam * (q * y).sum(-1, keepdim=True) / (y.square().sum(-1, keepdim=True) + LEAST)
+    return q - lam * y
 
 
 def symmetric(x: Tensor) -> Tensor:
@@ -31,9 +46,19 @@ def prepare(q: Tensor, k: Tensor, normalize: str) -> tuple[Tensor, Tensor, Tenso
     return q.to(high), k.to(high), k
 
 
-def absorb(state: CovarianceState, k: Tensor, inplace: bool = False) -> CovarianceState:
-    """C_t = C_{t-1} + k k^T, s_t = s_{t-1} + k, t = t + 1, for k [B, Hk, K]."""
+def absorb(state: CovarianceState, k: Tensor, log_decay: Tensor | None, inplace: bool = False) -> CovarianceState:
+    """C_t = C_{t-1} + k k^T, s_t = s_{t-1} + k, t = t + 1, for k [B, Hk, K]; with a decay all three fade first."""
     outer = k[..., :, None] * k[..., None, :]
+    if log_decay is not None:
+        decay = log_decay.to(k.dtype).exp()
+        factors = (decay[..., None, None], decay[..., None], decay)
+        if inplace:
+            for x, factor in zip((state.second_moment, state.key_sum, state.count), factors, strict=True):
+                x.mul_(factor)
+        else:
+            state = CovarianceState(
+                state.second_moment * factors[0], state.key_sum * factors[1], state.weight * factors[2]
+            )
     if inplace:
         state.second_moment.add_(outer)
         state.key_sum.add_(k)
@@ -45,7 +70,7 @@ def absorb(state: CovarianceState, k: Tensor, inplace: bool = False) -> Covarian
 def read(state: CovarianceState, q: Tensor, centred: bool) -> Tensor:
     """y = Sigma_t q = C_t q / t - s_t (s_t . q) / t^2, for q [B, Hq, K]."""
     q = q.unflatten(1, (state.key_sum.shape[1], -1))  # [B, Hk, G, K]: G query heads read one key head
-    t = state.count.to(q.dtype)[:, None, None, None]
+    t = state.weight[..., None, None]
     y = q @ symmetric(state.second_moment) / t
     if centred:
         key_sum = state.key_sum.unsqueeze(2)
@@ -61,13 +86,14 @@ def step(
     centred: bool,
     normalize: str,
     inplace: bool = False,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
-    """One token, the paper's recurrent algorithm: q [B, Hq, K], k [B, Hk, K], lam [B, Hq].
+    """One token, the paper's recurrent algorithm: q [B, Hq, K], k [B, Hk, K], lam [B, Hq], log_decay [B, Hk].
 
     Returns q_clean, k_bar, the state that includes this token, and the correction y by itself.
     """
     q_read, k_stat, k_bar = prepare(q, k, normalize)
-    state = absorb(state, k_stat, inplace)
+    state = absorb(state, k_stat, log_decay, inplace)
     y = read(state, q_read, centred)
     q_clean = q_read - lam.to(y.dtype)[..., None] * y
     return q_clean.to(q.dtype), k_bar, state, y
@@ -81,19 +107,23 @@ def forward(
     cu_seqlens: Tensor | None,
     centred: bool,
     normalize: str,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
-    """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], beginning at `state`.
+    """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], log_decay [B, T, Hk], beginning at `state`.
 
     Returns q_clean, k_bar, the final state, and the correction y by itself.
     """
-    tokens = list(zip(q.unbind(1), k.unbind(1), lam.unbind(1), strict=True))  # q[:, t] would cost T^2 in the backward
+    decays = [None] * q.shape[1] if log_decay is None else log_decay.unbind(1)
+    columns = (x.unbind(1) for x in (q, k, lam))  # q[:, t] would cost T^2 in the backward
+    tokens = list(zip(*columns, decays, strict=True))
     outputs: list[tuple[Tensor, Tensor, Tensor]] = []
     finals: list[CovarianceState] = []
     for sequence, (begin, end) in enumerate(_ranges(q.shape[1], cu_seqlens)):
         here = state if cu_seqlens is None else state.index_select(torch.tensor([sequence]))
-        here = CovarianceState(symmetric(here.second_moment), here.key_sum, here.count)
-        for token in tokens[begin:end]:
-            q_clean, k_bar, here, y = step(*token, here, centred, normalize)
+        count = here.count if log_decay is None else here.weight
+        here = CovarianceState(symmetric(here.second_moment), here.key_sum, count)
+        for q_t, k_t, lam_t, decay in tokens[begin:end]:
+            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, centred, normalize, log_decay=decay)
             outputs.append((q_clean, k_bar, y))
         finals.append(here)
     final = CovarianceState(

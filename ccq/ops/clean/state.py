@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 class CovarianceState:
     """Sums over the keys seen so far, from which Sigma_t = C_t / t - s_t s_t^T / t^2.
 
-    Sums, not means: the states of two pieces of one sequence add up to the state of the whole.
+    Sums, not means: the states of two pieces of one sequence add up to the state of the whole. With a decay of the
+    covariance the sums forget, and t is their weight: a fraction, one a head.
 
     >>> state = CovarianceState.zeros(2, heads=4, key_size=64)
     >>> state.nbytes
@@ -26,7 +27,7 @@ class CovarianceState:
 
     second_moment: Float[Tensor, "N H K K"]  # C_t = sum of k k^T, symmetric
     key_sum: Float[Tensor, "N H K"]  # s_t = sum of k
-    count: Int[Tensor, " N"]  # t, int64
+    count: Int[Tensor, " N"] | Float[Tensor, "N H"]  # t: keys in int64, or with a decay their weight in C's dtype
 
     def lower_triangle(self) -> Float[Tensor, "N H K K"]:
         """C_t for a kernel that updates the lower triangle in place and leaves the rest as it is.
@@ -60,17 +61,24 @@ class CovarianceState:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        decayed: bool = False,
     ) -> CovarianceState:
-        """The state of `n` sequences before their first token."""
+        """The state of `n` sequences before their first token; `decayed`: with weights in the place of counts."""
+        weights = torch.zeros(n, heads, dtype=dtype, device=device)
         return cls(
             torch.zeros(n, heads, key_size, key_size, dtype=dtype, device=device),
             torch.zeros(n, heads, key_size, dtype=dtype, device=device),
-            torch.zeros(n, dtype=torch.int64, device=device),
+            weights if decayed else torch.zeros(n, dtype=torch.int64, device=device),
         )
+
+    @property
+    def weight(self) -> Float[Tensor, "N H"]:
+        """t, in the dtype of the sums."""
+        return weight_of(self.count, self.key_sum.shape[1], self.key_sum.dtype)
 
     def covariance(self, centred: bool = True) -> Float[Tensor, "N H K K"]:
         """Sigma_t itself (the second moment C_t / t if not `centred`); zero where no key was seen."""
-        t = self.count.clamp(min=1).to(self.second_moment.dtype)[:, None, None, None]
+        t = torch.where(self.weight > 0, self.weight, 1)[..., None, None]
         sigma = (self.second_moment + self.second_moment.mT) / (2 * t)
         if centred:
             mean = self.key_sum / t[..., 0]
@@ -83,11 +91,13 @@ class CovarianceState:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> CovarianceState:
-        """Move or cast. The count stays int64 whatever `dtype` is."""
+        """Move or cast. A count of keys stays int64 whatever `dtype` is."""
         return CovarianceState(
             self.second_moment.to(device=device, dtype=dtype, non_blocking=non_blocking),
             self.key_sum.to(device=device, dtype=dtype, non_blocking=non_blocking),
-            self.count.to(device=device, non_blocking=non_blocking),
+            self.count.to(
+                device=device, dtype=dtype if self.count.is_floating_point() else None, non_blocking=non_blocking
+            ),
         )
 
     def clone(self) -> CovarianceState:
@@ -118,6 +128,11 @@ class CovarianceState:
     @property
     def nbytes(self) -> int:
         return self._second_moment.nbytes + self.key_sum.nbytes + self.count.nbytes
+
+
+def weight_of(count: Tensor, heads: int, dtype: torch.dtype) -> Float[Tensor, "N H"]:
+    """A count of keys [N], or weights [N, H], as weights."""
+    return count if count.is_floating_point() else count.to(dtype)[:, None].expand(-1, heads)
 
 
 # a field to dataclasses (init, replace, the pytree) whose reading may have to mend it

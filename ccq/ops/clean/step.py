@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import check_call, check_values, has_tangent
-from ccq.ops.clean import reference
+from ccq.ops.checks import check_call, check_read, check_values, has_tangent, weighs
+from ccq.ops.clean import read_with, reference
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import no_autocast
 
@@ -21,6 +21,9 @@ def clean_query_step(
     normalize: str = "unit",
     inplace: bool = False,
     backend: str = "auto",
+    step: str = "scaled",
+    steps: int = 1,
+    log_decay: Float[Tensor, "B Hk"] | None = None,
 ) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
     """`clean_query` for one more token of each of B sequences.
 
@@ -36,8 +39,16 @@ def clean_query_step(
     >>> state.count
     tensor([1])
     """
-    q_clean, k_bar, state, _ = _step(q, k, lam, state, centred, normalize, inplace, backend)
-    return q_clean, k_bar, state
+    check_read(step, steps, log_decay, k)
+    q_clean, k_bar, state, y = _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend)
+    if step == "scaled" and steps == 1:
+        return q_clean, k_bar, state
+    with no_autocast(q):
+        for number in range(steps):
+            if number:
+                y = reference.read(state, q.to(y.dtype), centred)
+            q = read_with(step, q, y, lam, normalize if number == 0 else "none")
+    return q, k_bar, state
 
 
 def sigma_q_step(
@@ -47,19 +58,26 @@ def sigma_q_step(
     centred: bool = True,
     normalize: str = "unit",
     inplace: bool = False,
+    log_decay: Float[Tensor, "B Hk"] | None = None,
 ) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
     """`sigma_q` for one more token: y = Sigma_t q in fp32 (fp64 for fp64), k_bar, and the state."""
-    _, k_bar, state, y = _step(q, k, None, state, centred, normalize, inplace, "auto")
+    check_read("scaled", 1, log_decay, k)
+    _, k_bar, state, y = _step(q, k, None, log_decay, state, centred, normalize, inplace, "auto")
     return y, k_bar, state
 
 
-def _step(q, k, lam, state, centred, normalize, inplace, backend):
+def _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend):
     """What reference.step returns, of arguments that are checked."""
     if state is None:
         raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
     check_call(q, k, lam, state, None, centred, normalize, backend, tokens=False)
     lam = torch.ones_like(q[..., 0]) if lam is None else lam
-    differentiable = wants_gradient(q, k, lam, state)
+    if inplace and log_decay is not None and not weighs(state):
+        raise ValueError(
+            "state.count: expected weights [B, Hk] to decay in place, got a count of keys; "
+            "CovarianceState.zeros(..., decayed=True) begins such a state"
+        )
+    differentiable = wants_gradient(q, k, lam, state, log_decay)
     if inplace and differentiable:
         raise RuntimeError(
             f"inplace: {differentiable} needs a gradient, which an update in place would destroy. "
@@ -70,12 +88,14 @@ def _step(q, k, lam, state, centred, normalize, inplace, backend):
     if not inplace:
         state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
     with no_autocast(q):
-        q_clean, k_bar, state, y = reference.step(q, k, lam, state, centred, normalize, inplace)
+        q_clean, k_bar, state, y = reference.step(q, k, lam, state, centred, normalize, inplace, log_decay)
     return q_clean, k_bar if normalize == "unit" else k, state, y
 
 
-def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState) -> str | None:
+def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState, log_decay: Tensor | None) -> str | None:
     """The first argument that autograd is to follow."""
     backward = torch.is_grad_enabled()
-    named = (("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum))
+    named = [("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum)]
+    if log_decay is not None:
+        named.append(("log_decay", log_decay))
     return next((name for name, x in named if (backward and x.requires_grad) or has_tangent(x)), None)
