@@ -53,6 +53,8 @@ _GDN = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
 _DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
 _MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
 _UNIT, _CLEAN = {"unit_qk": True}, {"clean": True}  # what a control and CCQ add to a backbone
+_PROJECTED = {"clean": True, "step": "projected", "gate_init": 0.5}  # reads beside the paper's: docs/study.md
+_DECAYED, _LEARNED = {"covariance_decay": "backbone"}, {"covariance_decay": "learned"}
 _PLAIN_LINE, _UNIT_LINE, _CCQ_LINE = ("--", "s"), (":", "D"), ("-", "o")
 
 # in the order of tables: the paper's seven with what varies them, then other controls and other backbones
@@ -82,6 +84,16 @@ _ALL = (
            _GLA | _CLEAN | {"normalize": "stats"}, ("-", "<"), "gla"),
     System("ccq-gla-uncentred", "CCQ-GLA, uncentred", "CCQ-GLA, the mean of the keys not taken away",
            _GLA | _CLEAN | {"centred": False}, ("-.", "d"), "gla-unit"),
+    System("gla-projected", "GLA, projected read", "GLA; lam is a share of what q has along Sigma q",
+           _GLA | _PROJECTED, ("--", "^"), "gla-unit"),
+    System("gla-projected-decay", "GLA, projected read with decay",
+           "the same over a covariance that forgets as GLA does",
+           _GLA | _PROJECTED | _DECAYED, ("-", "^"), "gla-unit"),
+    System("gla-projected-learned-decay", "GLA, projected read with learned decay",
+           "the same over a covariance that forgets by one learned constant a head",
+           _GLA | _PROJECTED | _LEARNED, ("-.", "^"), "gla-unit"),
+    System("gla-projected-twice", "GLA, projected twice with decay", "two projected steps, with GLA's decay",
+           _GLA | _PROJECTED | _DECAYED | {"steps": 2}, (":", "^"), "gla-projected-decay"),
     System("ccq-gated-deltanet", "CCQ-Gated DeltaNet", "Gated DeltaNet + CCQ",
            _GDN | _CLEAN, _CCQ_LINE, "gated-deltanet", "ccq-gated-deltanet"),
     System("ccq-gated-deltanet-no-decay", "CCQ-Gated DeltaNet, bias not decayed",
@@ -96,6 +108,11 @@ _ALL = (
     System("ccq-gated-deltanet-uncentred", "CCQ-Gated DeltaNet, uncentred",
            "the paper's ablation: the mean of the keys is not taken away",
            _GDN | _CLEAN | {"centred": False}, ("--", "d"), "gated-deltanet", "ccq-gated-deltanet-uncentred"),
+    System("gated-deltanet-projected", "Gated DeltaNet, projected read", "Gated DeltaNet with the projected read",
+           _GDN | _PROJECTED, ("--", "^"), "gated-deltanet"),
+    System("gated-deltanet-projected-decay", "Gated DeltaNet, projected read with decay",
+           "the same over a covariance that forgets as Gated DeltaNet does",
+           _GDN | _PROJECTED | _DECAYED, ("-", "^"), "gated-deltanet"),
     System("transformer", "Transformer", "softmax attention, RoPE, SwiGLU",
            {"mixer": "attention"}, ("-.", "x"), paper="transformer"),
     System("gla-current-key", "GLA, current-key read",

@@ -2,7 +2,7 @@
 
 from ccq.mixers.attention import Attention
 from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, no_weight_decay, register
-from ccq.mixers.cleaning import READS, QueryCleaner
+from ccq.mixers.cleaning import QueryCleaner
 from ccq.mixers.gated_deltanet import GatedDeltaNet
 from ccq.mixers.gla import GatedLinearAttention
 from ccq.mixers.linear_attention import DeltaNet, LinearAttention, RetNet
@@ -10,7 +10,6 @@ from ccq.mixers.mamba2 import Mamba2
 
 __all__ = [
     "MIXERS",
-    "READS",
     "Attention",
     "DeltaNet",
     "GatedDeltaNet",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,35 +19,21 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import (
-    Cleaning,
-    CovarianceState,
-    Gate,
-    clean_query,
-    correction,
-    decode_step,
-    gate,
-    precision,
-    sigma_q,
-    sigma_q_step,
-)
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, clean_query_step, decode_step, gate
 from ccq.ops.clean.chunk import CHUNK
 from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
 
-# What the backbone reads with, from q, y = Sigma_t q and lam [..., 1], all in fp32. "paper" is q - lam * y, which has
-# kernels of its own. Another one is a function of plain PyTorch here: `CCQConfig(clean=True, read=its name)` trains,
-# prefills and decodes with it.
-READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | None] = {"paper": None}
+DECAY = 0.98  # where a learned decay of the covariance starts: half is left after 34 tokens
 
 
 class QueryCleaner(Owner):
     """What happens to q and k before they meet the state: nothing, unit length, cleaning, or Comba's read.
 
         clean               q - lam * Sigma_t q, k; both unit first (normalize="unit") or as they are ("stats");
-                            or what another of the READS makes of q, Sigma_t q and lam
+                            or another `step`, several `steps`, a covariance that forgets (`covariance_decay`)
         unit_qk             q / |q|, k / |k|: the control without cleaning
         current_key_read    q - d * k of the same token, d learned, one a head, after unit_qk
 
@@ -58,6 +44,7 @@ class QueryCleaner(Owner):
     gate_weight: Tensor  # [H, H * K]
     gate_bias: Tensor  # [H]
     current_key: Tensor  # d [H]
+    decay_logit: Tensor  # [H] of what is left of the covariance at each token, where that is learned
 
     def __init__(self, config: CCQConfig, heads: int, size: int, features: int | None = None) -> None:
         """`size` of a raw query, that the gate sees; `features` of what is cleaned, where a map made them."""
@@ -65,7 +52,8 @@ class QueryCleaner(Owner):
         self.heads, self.features = heads, features or size
         self.clean, self.centred, self.normalize = config.clean, config.centred, config.normalize
         self.fixed_lam, self.gate_init = config.fixed_lam, config.gate_init
-        self.read = READS[config.read]
+        self.read: dict[str, Any] = {"step": config.step, "steps": config.steps}
+        self.covariance_decay = config.covariance_decay if config.clean else "none"
         self.unit_qk, self.backend = config.unit_qk, config.backend
         self.current_key_init = config.current_key_init if config.current_key_read else None
         self.plain = not config.clean and not config.current_key_read
@@ -76,6 +64,9 @@ class QueryCleaner(Owner):
             self.own("gate_bias", heads)
             if not config.decay_gate_bias:
                 self.no_weight_decay += ("gate_bias",)
+        if self.covariance_decay == "learned":
+            self.own("decay_logit", heads)
+            self.no_weight_decay += ("decay_logit",)
         if self.current_key_init is not None:
             self.own("current_key", heads)
         self.record = self.record_angle = False
@@ -89,6 +80,8 @@ class QueryCleaner(Owner):
             self.fill("gate_weight", nn.init.zeros_)
             logit = math.log(self.gate_init / (1 - self.gate_init))
             self.fill("gate_bias", lambda bias: nn.init.constant_(bias, logit))
+        if self.covariance_decay == "learned":
+            self.fill("decay_logit", lambda logit: nn.init.constant_(logit, math.log(DECAY / (1 - DECAY))))
         if self.current_key_init is not None:
             start = self.current_key_init
             self.fill("current_key", lambda d: nn.init.constant_(d, start))
@@ -116,6 +109,27 @@ class QueryCleaner(Owner):
             return unit(q), unit(k)
         return q, k
 
+    @property
+    def of_the_paper(self) -> bool:
+        """Whether the fused decode step has this read: the paper's step, once, over all keys alike."""
+        return self.read == {"step": "scaled", "steps": 1} and self.covariance_decay == "none"
+
+    def log_decay(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H"] | None:
+        """That of the covariance, from the log-decay g of the backbone: one a head, or a channel [*B, H', F].
+
+        The backbone's is taken as it is: its gradient goes to what the memory forgets, not to the covariance.
+        """
+        if self.covariance_decay == "learned":
+            return F.logsigmoid(self.decay_logit).expand(k.shape[:-1])
+        if self.covariance_decay == "none":
+            return None
+        if g is None:  # a backbone that does not forget
+            return k.new_zeros(k.shape[:-1], dtype=stats_dtype(k.dtype))
+        g = g.detach().to(stats_dtype(k.dtype))
+        if g.ndim > k.ndim - 1:
+            g = g.mean(-1)
+        return g.unflatten(-1, (k.shape[-2], -1)).mean(-1)  # Mamba2: several value heads to a key head
+
     def forward(
         self,
         raw: Float[Tensor, "B T H K"],
@@ -124,37 +138,33 @@ class QueryCleaner(Owner):
         seqs: Sequences,
         state: LayerState | None = None,
         output_state: bool = False,
+        g: Tensor | None = None,
     ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
-        """The query to read with, the key to write with, and the covariance after the last token where asked for."""
+        """The query to read with, the key to write with, and the covariance after the last token where asked for.
+
+        g is the log-decay of the backbone.
+        """
         q, k = self.prepare(q, k)
-        covariance = None if state is None or not self.clean else state["covariance"]
-        options = (self.centred, self.normalize, covariance, output_state, seqs.cu_seqlens, self.backend)
-        if self.clean and self.read is None:
+        covariance = None
+        if self.clean:
             lam = Gate(self.gate_weight, self.gate_bias) if self.by_gate and raw is q else self.gate(raw)
-            if self.record_angle and isinstance(lam, Tensor):
-                y = correction(q, k, self.centred, self.normalize, covariance, seqs.cu_seqlens, self.backend)
-                self.angle = self.turned(q, y, lam)
-            q, k, covariance = clean_query(q, k, lam, *options)
-        elif self.clean:
-            y, k, covariance = sigma_q(q, k, *options)
-            lam = self.gate(raw)
+            start = None if state is None else state["covariance"]
+            how: dict[str, Any] = {
+                "centred": self.centred, "normalize": self.normalize, "initial_state": start,
+                "cu_seqlens": seqs.cu_seqlens, "backend": self.backend, "log_decay": self.log_decay(k, g), **self.read,
+            }  # fmt: skip
             if self.record_angle:
-                self.angle = self.turned(q, y, lam)
-            q = self.read_with(q, y, lam).to(q.dtype)
+                self.angle = self.turned(q, k, lam, how)
+            q, k, covariance = clean_query(q, k, lam, output_final_state=output_state, **how)
         return self.without_current_key(q, k), k, covariance
 
-    def read_with(self, q: Float[Tensor, "*B H F"], y: Float[Tensor, "*B H F"], lam: Float[Tensor, "*B H"]) -> Tensor:
-        """The cleaned query of y = Sigma_t q, in the dtype of y, in training and in a step."""
-        q = precision.unit(q) if self.normalize == "unit" else q.to(y.dtype)
-        lam = lam.to(y.dtype)[..., None]
-        return q - lam * y if self.read is None else self.read(q, y, lam)
-
     @torch.no_grad()
-    def turned(self, q: Tensor, y: Tensor, lam: Tensor) -> Float[Tensor, "*B H"]:
-        """The angle between q and q_clean in degrees; of y itself, for a small one is lost in a rounded q_clean."""
-        directions = [F.normalize(x.to(y.dtype), dim=-1, eps=1e-12) for x in (q, self.read_with(q, y, lam))]
-        chord = (directions[0] - directions[1]).norm(dim=-1)
-        return torch.rad2deg(2 * torch.asin((chord / 2).clamp(max=1)))
+    def turned(self, q: Tensor, k: Tensor, lam: Any, how: dict[str, Any]) -> Float[Tensor, "B T H"]:
+        """The angle between q and q_clean in degrees; in fp32, for a small one is lost in a rounded q_clean."""
+        high = stats_dtype(q.dtype)
+        cleaned, _, _ = clean_query(q.to(high), k.to(high), lam, **how)
+        before, after = (F.normalize(x.to(high), dim=-1, eps=1e-12) for x in (q, cleaned))
+        return torch.rad2deg(2 * torch.asin(((before - after).norm(dim=-1) / 2).clamp(max=1)))
 
     def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
         if self.current_key_init is None:
@@ -179,9 +189,11 @@ class QueryCleaner(Owner):
         if not self.plain:  # else the step makes them unit
             q, k = self.prepare(q, k)
         cleaning = None
-        if self.clean and self.read is not None:
-            y, k, _ = sigma_q_step(q, k, state["covariance"], self.centred, self.normalize, inplace=True)
-            q = self.read_with(q, y, self.gate(raw)).to(q.dtype)
+        if self.clean and not self.of_the_paper:
+            q, k, _ = clean_query_step(
+                q, k, self.gate(raw), state["covariance"], self.centred, self.normalize, inplace=True,
+                backend=self.backend, log_decay=self.log_decay(k, g), **self.read,
+            )  # fmt: skip
         elif self.clean:
             cleaning = Cleaning(
                 state["covariance"],
@@ -201,7 +213,9 @@ class QueryCleaner(Owner):
         if not self.clean:
             return {}
         high = stats_dtype(dtype)
-        return {"covariance": CovarianceState.zeros(n, self.heads, self.features, dtype=high, device=device)}
+        decayed = self.covariance_decay != "none"
+        made = CovarianceState.zeros(n, self.heads, self.features, dtype=high, device=device, decayed=decayed)
+        return {"covariance": made}
 
     def flops(self) -> float:
         """Of the chunkwise cleaning and its gate, forward, a token."""

@@ -102,8 +102,9 @@ class KeyValueMixer(Mixer):
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
-        q, k, covariance = self.cleaner(raw, self.feature_map_q(raw), self.feature_map_k(k), seqs, state, output_state)
         g, beta = self.gates(x, *(writer(x) for writer in self.writers))
+        maps = self.feature_map_q(raw), self.feature_map_k(k)
+        q, k, covariance = self.cleaner(raw, *maps, seqs, state, output_state, g)
         o, recurrent = recurrence(
             q, k, v, g, beta, initial_state=None if state is None else state["recurrent"],
             output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.config.backend,

@@ -78,8 +78,8 @@ class Mamba2(Mixer):
         if output_state:
             new["conv"] = final_state(xBC, seqs, self.conv_size, past)
         x, k, q = self.parts(self.conv1d(xBC, seqs, past))
-        q, k, covariance = self.cleaner(q, q, k, seqs, state, output_state)
         g, dt = log_decay(dt, self.A_log, self.dt_bias)
+        q, k, covariance = self.cleaner(q, q, k, seqs, state, output_state, g)
         o, recurrent = recurrence(
             q, k, (x * dt[..., None]).to(x.dtype), g, scale=1.0,
             initial_state=None if state is None else state["recurrent"],

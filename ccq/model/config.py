@@ -12,13 +12,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ccq.mixers import MIXERS, READS
+from ccq.mixers import MIXERS
 from ccq.names import nearest
+from ccq.ops.checks import MOST_STEPS
+from ccq.ops.clean.reference import STEPS
 from ccq.systems import SIZES, SYSTEMS, differing, in_words
 
 CHOICES = {
     "feature_map": ("identity", "hedgehog"),
     "normalize": ("unit", "stats"),
+    "covariance_decay": ("none", "backbone", "learned"),
     "backend": ("auto", "chunk", "triton"),
 }
 
@@ -74,7 +77,9 @@ class CCQConfig(PretrainedConfig):
     current_key_read: bool = False  # Comba's read: q - d * k of the same token, d learned, one a head
     current_key_init: float = 0.02  # where d starts
     clean: bool = False  # q_clean = q - lam * Sigma_t q
-    read: str = "paper"  # that, or another of ccq.mixers.READS
+    step: str = "scaled"  # that; or "projected": lam is a share of what q has along Sigma_t q
+    steps: int = 1  # how often
+    covariance_decay: str = "none"  # of Sigma_t: "backbone" forgets as the memory does, "learned" one constant a head
     centred: bool = True
     normalize: str = "unit"  # of clean_query; "stats" for weights trained without unit q and k
     gate_init: float = 0.01  # where lam starts
@@ -113,11 +118,12 @@ class CCQConfig(PretrainedConfig):
             ("gate_normalizer", self.gate_normalizer > 0, "a positive number"),
             ("initializer_range", self.initializer_range >= 0, "a number that is not negative"),
             ("gate_init", 0 < self.gate_init < 1, "a number between 0 and 1"),
+            ("steps", 1 <= self.steps <= MOST_STEPS, f"a number from 1 to {MOST_STEPS}"),
             ("fixed_lam", self.fixed_lam is None or 0 <= self.fixed_lam <= 1, "None or a number from 0 to 1"),
         ):
             if not holds:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)}")
-        registered = {"mixer": tuple(MIXERS), "read": tuple(READS)}  # by now
+        registered = {"mixer": tuple(MIXERS), "step": tuple(STEPS)}  # by now
         for name, choices in {**registered, **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
@@ -143,8 +149,10 @@ class CCQConfig(PretrainedConfig):
             raise ValueError("clean: attention has no key-value state to read with a cleaned query")
         if self.clean and self.current_key_read:
             raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
-        if self.read != "paper" and not self.clean:
-            raise ValueError(f"read: expected clean=True with {self.read!r}, which is a way to clean the query")
+        for name in ("step", "steps", "covariance_decay"):
+            value, usual = getattr(self, name), getattr(CCQConfig, name)
+            if value != usual and not self.clean:
+                raise ValueError(f"{name}: expected clean=True with {value!r}, which is a way to clean the query")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> CCQConfig:

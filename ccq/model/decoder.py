@@ -92,7 +92,15 @@ class CCQPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _is_stateful = True  # the cache cannot be cropped: transformers then refuses assisted decoding
     # what the mixers keep in fp32 by themselves, once they have it
-    _keep_in_fp32_modules_strict = ["gate_weight", "gate_bias", "current_key", "A_log", "dt_bias", "mixer.D"]
+    _keep_in_fp32_modules_strict = [
+        "gate_weight",
+        "gate_bias",
+        "current_key",
+        "decay_logit",
+        "A_log",
+        "dt_bias",
+        "mixer.D",
+    ]
 
     def __init__(self, config: CCQConfig) -> None:
         config.check()  # values may have been assigned since it was made

@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 
 from ccq.names import nearest
 from ccq.ops.choose import check_backend
+from ccq.ops.clean.reference import STEPS
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import stats_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMALIZE = ("unit", "none", "stats")
-STEPS = ("scaled", "projected")
 MOST_STEPS = 4
 
 
@@ -85,7 +85,7 @@ def check_call(
 def check_read(step: str, steps: int, log_decay: Tensor | None, k: Tensor) -> None:
     """Raise unless these say how a query is read beside the paper's way, for keys k [..., Hk, K] that were checked."""
     if step not in STEPS:
-        raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}.{nearest(step, STEPS)}")
+        raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}.{nearest(step, tuple(STEPS))}")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"steps: expected a whole number from 1 to {MOST_STEPS}, got {steps!r}")
     if log_decay is None:

@@ -51,7 +51,18 @@ VARIANTS = {
     "ccq gla, uncentred": {"mixer": "gla", "clean": True, "centred": False},
     "ccq gla, fixed": {"mixer": "gla", "clean": True, "fixed_lam": 0.7},
 }
-ALL = {**BACKBONES, **CLEANED, **VARIANTS}
+READS = {  # beside the paper's: projected, with the backbone's decay, and twice with a learned one
+    f"projected {name}": {**options, "clean": True, "step": "projected", **more}
+    for (name, options), more in zip(
+        BACKBONES.items(), 4 * [{"covariance_decay": "backbone"}, {}, {"covariance_decay": "learned", "steps": 2}],
+        strict=False,
+    )
+}  # fmt: skip
+READS |= {
+    f"projected {name}, decay": {**BACKBONES[name], "clean": True, "step": "projected", "covariance_decay": "backbone"}
+    for name in ("gated deltanet", "deltanet", "retnet", "mamba2", "mamba2, groups")
+}
+ALL = {**READS, **BACKBONES, **CLEANED, **VARIANTS}
 every = pytest.mark.parametrize("name", ALL)
 
 

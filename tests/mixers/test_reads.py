@@ -1,4 +1,4 @@
-"""A read beside the paper's is a function in READS: with it a model prefills, decodes and learns."""
+"""A read beside the paper's is a function in STEPS: with it a model prefills, decodes and learns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import TOLERANCE, assert_close, clean_query, unit_vector
 
-from ccq.mixers import READS, QueryCleaner, Sequences
+from ccq.mixers import QueryCleaner, Sequences
 from ccq.model import CCQConfig, CCQForCausalLM
+from ccq.ops.clean.reference import STEPS
 
 H, K = 2, 8
 BACKBONES = ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2"]
@@ -17,15 +18,15 @@ def paper(q, y, lam):
     return q - lam * y
 
 
-def projected(q, y, lam):
+def softened(q, y, lam):
     """q without the share lam of its component along y."""
     return q - lam * (q * y).sum(-1, keepdim=True) / (y.square().sum(-1, keepdim=True) + 1e-3) * y
 
 
 @pytest.fixture(autouse=True)
 def reads(monkeypatch):
-    monkeypatch.setitem(READS, "projected", projected)
-    monkeypatch.setitem(READS, "paper, by a function", paper)
+    monkeypatch.setitem(STEPS, "softened", softened)
+    monkeypatch.setitem(STEPS, "paper, by a function", paper)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,8 +36,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("normalize", ["unit", "stats"])
 def test_the_papers_read_by_a_function_is_the_papers_read(normalize):
     cleaners = [
-        QueryCleaner(CCQConfig(clean=True, normalize=normalize, read=read), H, K).double()
-        for read in ("paper", "paper, by a function")
+        QueryCleaner(CCQConfig(clean=True, normalize=normalize, step=step), H, K).double()
+        for step in ("scaled", "paper, by a function")
     ]
     for p in cleaners[0].parameters():
         torch.nn.init.normal_(p)
@@ -49,17 +50,17 @@ def test_the_papers_read_by_a_function_is_the_papers_read(normalize):
 
 
 def test_a_read_is_what_the_function_makes_of_q_and_y():
-    cleaner = QueryCleaner(CCQConfig(clean=True, fixed_lam=0.5, read="projected"), H, K).double()
+    cleaner = QueryCleaner(CCQConfig(clean=True, fixed_lam=0.5, step="softened"), H, K).double()
     q, k = draw(1, 30, H, K), draw(1, 30, H, K, seed=1)
     y = 2 * (unit_vector(q) - clean_query(q, k, torch.full((1, 30, H), 0.5).double(), backend="reference")[0])
-    ref = projected(unit_vector(q), y, 0.5)
+    ref = softened(unit_vector(q), y, 0.5)
     assert_close("q", ref, cleaner(q, q, k, Sequences(1))[0], 1e-12)
 
 
 @pytest.mark.parametrize("system", BACKBONES)
 def test_steps_continue_a_prefill(system):
     torch.manual_seed(0)
-    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", read="projected", fixed_lam=0.5)).double().eval()
+    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", step="softened", fixed_lam=0.5)).double().eval()
     plain = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", fixed_lam=0.5)).double().eval()
     plain.load_state_dict(model.state_dict())
     ids = torch.randint(0, 256, (2, 20))
@@ -77,7 +78,7 @@ def test_steps_continue_a_prefill(system):
 @pytest.mark.parametrize("system", BACKBONES)
 def test_a_model_learns_with_it(system):
     torch.manual_seed(0)
-    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", read="projected"))
+    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", step="softened"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.randint(0, 16, (4, 24))
     losses = []
@@ -93,8 +94,26 @@ def test_a_model_learns_with_it(system):
     assert all(p.grad.abs().max() > 0 for p in gates)
 
 
+@pytest.mark.parametrize("decay", ["none", "backbone", "learned"])
+def test_a_decayed_covariance_reaches_the_read_and_its_parameters(decay):
+    torch.manual_seed(0)
+    config = CCQConfig.preset("gla-projected-tiny", covariance_decay=decay, steps=2)
+    model = CCQForCausalLM(config).double()
+    ids = torch.randint(0, 256, (2, 24))
+    model(ids, labels=ids).loss.backward()
+    own = {name.rpartition(".")[2]: p for name, p in model.named_parameters() if "cleaner" in name}
+    assert ("decay_logit" in own) == (decay == "learned")
+    assert all(p.grad.abs().max() > 0 for p in own.values())
+    others = CCQForCausalLM(CCQConfig.preset("gla-projected-tiny", steps=2)).double()
+    others.load_state_dict(model.state_dict(), strict=False)
+    same = torch.equal(model(ids).logits, others(ids).logits)
+    assert same == (decay == "none")
+
+
 def test_a_read_that_is_not_there_or_without_cleaning_is_refused():
-    with pytest.raises(ValueError, match=r"read: expected one of paper, .* got 'projecte'\. Did you mean 'projected'"):
-        CCQConfig(clean=True, read="projecte")
-    with pytest.raises(ValueError, match="read: expected clean=True with 'projected'"):
-        CCQConfig(read="projected")
+    with pytest.raises(ValueError, match=r"step: expected one of scaled, .* got 'projecte'\. Did you mean 'projected'"):
+        CCQConfig(clean=True, step="projecte")
+    with pytest.raises(ValueError, match="covariance_decay: expected clean=True with 'learned'"):
+        CCQConfig(covariance_decay="learned")
+    with pytest.raises(ValueError, match="steps: expected a number from 1 to 4, got 9"):
+        CCQConfig(clean=True, steps=9)

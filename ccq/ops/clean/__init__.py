@@ -88,7 +88,7 @@ def clean_query(
 def read_with(step: str, q: Tensor, y: Tensor, lam: Tensor, normalize: str) -> Tensor:
     """q_clean of y = Sigma_t q as `sigma_q` gives it."""
     q_read = unit(q) if normalize == "unit" else q.to(y.dtype)
-    return reference.apply(step, q_read, y, lam.to(y.dtype)[..., None]).to(q.dtype)
+    return reference.STEPS[step](q_read, y, lam.to(y.dtype)[..., None]).to(q.dtype)
 
 
 def sigma_q(

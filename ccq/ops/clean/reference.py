@@ -10,6 +10,7 @@ Plain PyTorch, differentiable to any order, any float dtype, a Python step a tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -23,11 +24,18 @@ from ccq.ops.precision import stats_dtype, unit
 LEAST = 1e-10
 
 
-def apply(step: str, q: Tensor, y: Tensor, lam: Tensor) -> Tensor:
-    """q_clean from y = Sigma_t q, for q and y [..., K] and lam [..., 1]."""
-    if step == "projected":
-        lam = lam * (q * y).sum(-1, keepdim=True) / (y.square().sum(-1, keepdim=True) + LEAST)
+def scaled(q: Tensor, y: Tensor, lam: Tensor) -> Tensor:
     return q - lam * y
+
+
+def projected(q: Tensor, y: Tensor, lam: Tensor) -> Tensor:
+    along = (q * y).sum(-1, keepdim=True) / (y.square().sum(-1, keepdim=True) + LEAST)
+    return q - lam * along * y
+
+
+# q_clean from q, y = Sigma_t q and lam [..., 1], in fp32 or fp64. "scaled" has kernels of its own. Another one is a
+# function here: clean_query(step=its name) and CCQConfig(clean=True, step=its name) train, prefill and decode with it.
+STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"scaled": scaled, "projected": projected}
 
 
 def symmetric(x: Tensor) -> Tensor:
