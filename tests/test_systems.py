@@ -151,16 +151,14 @@ def test_an_export_of_an_older_version_has_the_hash_it_had(run, tmp_path):
     """What says where a model is from is no part of what it is: results of before are still found finished."""
     import shutil
 
-    from ccq.evaluate import load
     from ccq.evaluate.results import identity_of, model_hash
+    from ccq.pretrained import load_model
 
     shutil.copytree(run / "model", tmp_path / "old")
     content = json.loads((tmp_path / "old" / "config.json").read_text())
     del content["identity"], content["recall"]
     (tmp_path / "old" / "config.json").write_text(json.dumps(content))
-    new, old = (
-        load(str(path), "cpu", torch.float32, None, text=False)[0] for path in (run / "model", tmp_path / "old")
-    )
+    new, old = (load_model(str(path)) for path in (run / "model", tmp_path / "old"))
     assert model_hash(new) == model_hash(old)
     assert Identity(**identity_of(old, "old")) == Identity("ccq-gla", "convolution of 4", "tiny")
 
