@@ -21,6 +21,7 @@ from ccq.mixers.norms import unit
 from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate, precision, sigma_q, sigma_q_step
 from ccq.ops.clean.chunk import CHUNK
 from ccq.ops.precision import stats_dtype
+from ccq.ops.recurrence import recurrence
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -122,6 +123,28 @@ class QueryCleaner(Owner):
             y, k, covariance = sigma_q(q, k, *options)
             q = self.read_with(q, y, self.gate(raw))
         return self.without_current_key(q, k), k, covariance
+
+    def mix(
+        self,
+        raw: Float[Tensor, "B T H K"],
+        q: Float[Tensor, "B T H F"],
+        k: Float[Tensor, "B T H F"],
+        v: Float[Tensor, "B T Hv V"],
+        seqs: Sequences,
+        state: LayerState | None,
+        output_state: bool,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Float[Tensor, "B T Hv V"], LayerState]:
+        """Cleaning, then write and read of all tokens, as `step` has it for one; and the states, where asked for."""
+        q, k, covariance = self(raw, q, k, seqs, state, output_state)
+        o, recurrent = recurrence(
+            q, k, v, g, beta, scale, None if state is None else state["recurrent"], output_state, seqs.cu_seqlens,
+            self.backend,
+        )  # fmt: skip
+        new = {"recurrent": recurrent, "covariance": covariance}
+        return o, {name: x for name, x in new.items() if x is not None}
 
     def read_with(self, q: Float[Tensor, "*B H F"], y: Float[Tensor, "*B H F"], lam: Float[Tensor, "*B H"]) -> Tensor:
         """What a read beside the paper's makes of the query, in training and in a step."""

@@ -19,18 +19,46 @@ from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is save
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
-from ccq.ops.clean.gating import plain_gate, plain_gate_backward
 from ccq.ops.clean.reference import prepare
 from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
+
+
+class Past(NamedTuple):
+    """What the tokens of a call follow."""
+
+    second_moment: Tensor | None = None  # C [N, Hk, K, K] of the initial state, None with all of it
+    key_sum: Tensor | None = None  # s [N, Hk, K]
+    seen: Tensor | None = None  # [N] how many tokens
+    cu_seqlens: Tensor | None = None  # [N + 1], where sequences are packed
+
+
+class Saved(NamedTuple):
+    """What the backward needs of a call."""
+
+    q: Tensor
+    k: Tensor  # k_bar where normalize is "unit", else k as it came
+    k_rnorm: Tensor  # [B, T, Hk] 1/|k|, not read where normalize is "none"
+    means: Tensor  # [B, T, Hq] m_t, not read where not centred
+    lam: Tensor | None  # None: the call gave y
+
+
+class Gradients(NamedTuple):
+    """Of what a call gave: q_clean (or y), k_bar, and the final C and s."""
+
+    g: Tensor
+    k_bar: Tensor | None = None
+    second_moment: Tensor | None = None
+    key_sum: Tensor | None = None
 
 
 def scan(layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
@@ -66,18 +94,15 @@ class Chunked(NamedTuple):
     final_key_sum: Tensor  # [N, Hk, K]
 
 
-def chunk_keys(
-    k: Tensor, second_moment: Tensor | None, key_sum: Tensor | None, count: Tensor | None, cu_seqlens: Tensor | None
-) -> Chunked:
+def chunk_keys(k: Tensor, past: Past) -> Chunked:
     """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
     batch, length = k.shape[:2]
-    layout = make_layout(batch, length, cu_seqlens, k.device, CHUNK)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    second_moment, key_sum = start_state(k, sequences, second_moment, key_sum)
+    layout = make_layout(batch, length, past.cu_seqlens, k.device, CHUNK)
+    second_moment, key_sum = start_state(k, past)
     local = torch.arange(1, CHUNK + 1, device=k.device)
     t = torch.cat([(rank * CHUNK + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
-    if count is not None:
-        t = t + per_chunk(count, layout)[:, None]
+    if past.seen is not None:
+        t = t + per_chunk(past.seen, layout)[:, None]
     kc = to_chunks(k, layout).contiguous()
     before, second_moment = scan(layout, kc.mT @ kc, second_moment)
     sum_before, final_key_sum = scan(layout, kc.sum(2), key_sum)
@@ -116,45 +141,34 @@ def pieces(q: Tensor, cu_seqlens: Tensor | None) -> list[slice]:
     return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
 
-def seen_before(count: Tensor | None, piece: slice, k: Tensor) -> Tensor:
-    return k.new_full(k.shape[:1], piece.start, dtype=torch.int64) if count is None else count + piece.start
+def following(past: Past, piece: slice, moment: Tensor, total: Tensor) -> Past:
+    """What a piece follows, where C and s before it are these."""
+    count = torch.full(moment.shape[:1], piece.start, device=moment.device)
+    return Past(moment, total, count if past.seen is None else count + past.seen)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | None,
-    gate: tuple[Tensor, Tensor] | None,  # W and b, in the place of lam; neither: y in the place of q_clean, in fp32
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    output_final_state: bool = True,
-) -> tuple:
-    """q_clean, k_bar, 1/|k|, m_t, lam, and the final C and s."""
-    if gate is not None:
-        lam = plain_gate(q, *gate)
-    cut = pieces(q, cu_seqlens)
+    q: Tensor, k: Tensor, lam: Tensor | None, past: Past, centred: bool, normalize: str, output_final_state: bool = True
+) -> tuple[Tensor, ...]:
+    """q_clean (without lam: y, in fp32), k_bar, 1/|k|, m_t, and the final C and s."""
+    cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         outputs = []
-        moment, total = start_state(k, k.shape[0], second_moment, key_sum)
+        moment, total = start_state(k, past)
         for piece in cut:
-            *output, _, moment, total = forward(
-                of(q, piece), of(k, piece), of(lam, piece), None, moment, total, seen_before(count, piece, k), None,
-                centred, normalize, output_final_state,
-            )  # fmt: skip
+            before = following(past, piece, moment, total)
+            q_i, k_i, lam_i = of((q, k, lam), piece)
+            *output, moment, total = forward(q_i, k_i, lam_i, before, centred, normalize, output_final_state)
             outputs.append(output)
-        return *join(outputs), lam, moment, total
+        return *join(outputs), moment, total
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
-        keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
+        keys = chunk_keys(k_stat, past)
         y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
         y = from_grouped_chunks(y, keys, q)
         out = y if lam is None else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q).squeeze(-1)
-        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, lam, keys.second_moment, keys.final_key_sum)
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, keys.second_moment, keys.final_key_sum)
 
 
 def contiguous(*outputs: Tensor | None) -> tuple:
@@ -168,50 +182,27 @@ def join(outputs: list[list]) -> list:
     return [parts[0] if parts[0] is None or parts[0].ndim < 2 else torch.cat(parts, 1) for parts in columns]
 
 
-def backward(
-    g: Tensor,
-    dk_bar: Tensor | None,
-    d_second_moment: Tensor | None,
-    d_key_sum: Tensor | None,
-    q: Tensor,
-    k: Tensor,  # k_bar where normalize is "unit", else k as it came
-    k_rnorm: Tensor,  # [B, T, Hk], not read where normalize is "none"
-    means: Tensor,  # [B, T, Hq], not read where not centred
-    lam: Tensor | None,  # None: g is the gradient of y
-    gate_weight: Tensor | None,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-) -> tuple:
-    """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
-    if gate_weight is not None:
-        assert lam is not None
-        dq, dk, dlam, d_moment, d_total, _, _ = backward(
-            g, dk_bar, d_second_moment, d_key_sum, q, k, k_rnorm, means, lam, None, second_moment, key_sum, count,
-            cu_seqlens, centred, normalize,
-        )  # fmt: skip
-        through_gate, d_weight, d_bias = plain_gate_backward(dlam, q, gate_weight, lam)
-        return dq + through_gate, dk, dlam, d_moment, d_total, d_weight, d_bias
-    cut = pieces(q, cu_seqlens)
+def backward(grads: Gradients, saved: Saved, past: Past, centred: bool, normalize: str) -> tuple:
+    """dq, dk, dlam (None without lam), and the gradients of the initial C and s."""
+    q, k, k_rnorm, means, lam = saved
+    g, dk_bar, d_second_moment, d_key_sum = grads
+    cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
-        starts = [start_state(k, k.shape[0], second_moment, key_sum)]
+        starts = [start_state(k, past)]
         with exact_matmul(q):
             for piece in cut[:-1]:
-                keys_t = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize).transpose(1, 2)
+                k_i, rnorm_i = of((k, k_rnorm), piece)
+                keys_t = statistics_keys(k_i, rnorm_i, normalize).transpose(1, 2)
                 starts.append((starts[-1][0] + keys_t.mT @ keys_t, starts[-1][1] + keys_t.sum(2)))
         outputs = []
-        for piece, (moment, total) in zip(reversed(cut), reversed(starts), strict=True):
-            *output, d_second_moment, d_key_sum, _, _ = backward(
-                of(g, piece), of(dk_bar, piece), d_second_moment, d_key_sum,
-                of(q, piece), of(k, piece), of(k_rnorm, piece), of(means, piece), of(lam, piece), None,
-                moment, total, seen_before(count, piece, k), None, centred, normalize,
-            )  # fmt: skip
+        for piece, start in zip(reversed(cut), reversed(starts), strict=True):
+            g_i, bar_i = of((g, dk_bar), piece)
+            grads = Gradients(g_i, bar_i, d_second_moment, d_key_sum)
+            before = following(past, piece, *start)
+            *output, d_second_moment, d_key_sum = backward(grads, Saved(*of(saved, piece)), before, centred, normalize)
             outputs.append(output)
-        return *join(outputs[::-1]), d_second_moment, d_key_sum, None, None
+        return *join(outputs[::-1]), d_second_moment, d_key_sum
     high = stats_dtype(q.dtype)
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
@@ -220,7 +211,7 @@ def backward(
         g = g.to(high)
         gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
 
-        keys = chunk_keys(k_stat, second_moment, key_sum, count, cu_seqlens)
+        keys = chunk_keys(k_stat, past)
         qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
         w, scores_g, mean_g = read(keys, gc, centred)
         w = from_grouped_chunks(w, keys, q)
@@ -254,21 +245,20 @@ def backward(
             dq = unit_backward(dq, q_read, q_rnorm)
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
-        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_key_sum, None, None)
+        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_key_sum)
 
 
-def of(x, piece: slice):
-    """The piece of a [B, T, ...] tensor; what is not there stays empty, or None."""
-    return x if x is None or x.ndim < 2 else x[:, piece]
+def of(tensors: Iterable[Tensor | None], piece: slice) -> Any:
+    """The piece of each [B, T, ...] tensor; what is not there stays empty, or None."""
+    return [x if x is None or x.ndim < 2 else x[:, piece] for x in tensors]
 
 
-def start_state(
-    k: Tensor, sequences: int, second_moment: Tensor | None, key_sum: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def start_state(k: Tensor, past: Past) -> tuple[Tensor, Tensor]:
     """The initial C and s of k [B, T, Hk, K]: zeros if there are none."""
-    if second_moment is not None and key_sum is not None:
-        return second_moment, key_sum
-    heads, size = k.shape[2:]
+    if past.second_moment is not None and past.key_sum is not None:
+        return past.second_moment, past.key_sum
+    batch, _, heads, size = k.shape
+    sequences = batch if past.cu_seqlens is None else len(past.cu_seqlens) - 1
     zeros = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
     return zeros, zeros[..., 0].clone()
 

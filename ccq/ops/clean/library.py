@@ -15,6 +15,8 @@ from torch import Tensor
 from ccq.ops.checks import check_values
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean import chunk
+from ccq.ops.clean.chunk import Gradients, Past, Saved
+from ccq.ops.clean.gating import run_gate, run_gate_backward
 from ccq.ops.precision import stats_dtype
 
 _GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam; with neither, y stands in the place of q_clean
@@ -96,16 +98,16 @@ def _clean_query(
                 out.zero_() if start is None else out.copy_(start)
             empty[7].copy_(final_count(q, count, cu_seqlens))
         return empty
-    gate = None if weight is None else (weight, bias)
-    out, k_bar, k_rnorm, means, lam, *final = module.forward(
-        q, k, lam, gate, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state
-    )
+    if weight is not None:
+        lam = run_gate(q, weight, bias, backend)
+    past = Past(second_moment, key_sum, count, cu_seqlens)
+    out, k_bar, k_rnorm, means, *final = module.forward(q, k, lam, past, centred, normalize, output_final_state)
     given = (
         out,
         k_bar if normalize == "unit" else None,
         k_rnorm if normalize != "none" else None,
         means,
-        None if gate is None else lam,
+        None if weight is None else lam,
         *(final if output_final_state else (None, None)),
         final_count(q, count, cu_seqlens) if output_final_state else None,
     )
@@ -133,12 +135,15 @@ def _clean_query_backward(
             out.zero_()
         return empty
     module = implementation("sigma_q" if lam is None else "clean_query", q, backend)
-    dq, dk, dlam, *d_initial, d_weight, d_bias = module.backward(
-        g, dk_bar, d_second_moment, d_key_sum,
-        q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize,
+    dq, dk, dlam, *d_initial = module.backward(
+        Gradients(g, dk_bar, d_second_moment, d_key_sum), Saved(q, k, k_rnorm, means, lam),
+        Past(second_moment, key_sum, count, cu_seqlens), centred, normalize,
     )  # fmt: skip
+    d_gate: Sequence[Tensor | None] = (None, None)
+    if weight is not None:
+        dq, *d_gate = run_gate_backward(dlam, q, weight, lam, backend, dq)
     d_initial = (None, None) if second_moment is None else d_initial
-    return complete(layout, q, (dq, dk, dlam, *d_initial, d_weight, d_bias))
+    return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))
 
 
 def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
