@@ -58,18 +58,18 @@ def complete(layout: Layout, like: Tensor, given: Sequence[Tensor | None] | None
 
 
 def outputs(
-    q: Tensor, k: Tensor, lam: bool, gate: bool, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
+    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, final
 ) -> Layout:
     """Of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
     batch, _, heads, size = k.shape
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return [
-        (q.shape, q.dtype if lam or gate else high),
+        (q.shape, high if lam is None and weight is None else q.dtype),
         (k.shape if normalize == "unit" else (0,), k.dtype),
         (k.shape[:-1] if normalize != "none" else (0,), high),
         (q.shape[:-1] if centred else (0,), high),
-        (q.shape[:-1] if gate else (0,), high),
+        ((0,) if weight is None else q.shape[:-1], high),
         ((n, heads, size, size) if final else (0,), high),
         ((n, heads, size) if final else (0,), high),
         ((n if final else 0,), torch.int64),
@@ -84,12 +84,12 @@ def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> T
     return seen if count is None else seen + count
 
 
-def _clean_query(
-    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
-):
+def _clean_query(*arguments):
+    q, k, lam, weight, bias, *past, centred, normalize, backend, output_final_state = arguments
+    second_moment, key_sum, count, cu_seqlens = past
     op = "sigma_q" if lam is None and weight is None else "clean_query"
     module = implementation(op, q, backend)
-    layout = outputs(q, k, lam is not None, weight is not None, cu_seqlens, centred, normalize, output_final_state)
+    layout = outputs(*arguments)
     check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
     if q.numel() == 0:  # nothing to launch; the state stays what it was
         empty = complete(layout, q)
@@ -100,8 +100,7 @@ def _clean_query(
         return empty
     if weight is not None:
         lam = run_gate(q, weight, bias, backend)
-    past = Past(second_moment, key_sum, count, cu_seqlens)
-    out, k_bar, k_rnorm, means, *final = module.forward(q, k, lam, past, centred, normalize, output_final_state)
+    out, k_bar, k_rnorm, means, *final = module.forward(q, k, lam, Past(*past), centred, normalize, output_final_state)
     given = (
         out,
         k_bar if normalize == "unit" else None,
@@ -114,39 +113,36 @@ def _clean_query(
     return complete(layout, q, given)
 
 
-def _clean_query_fake(
-    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
-):
-    layout = outputs(q, k, lam is not None, weight is not None, cu_seqlens, centred, normalize, output_final_state)
-    return complete(layout, q)
-
-
-def _clean_query_backward(
-    g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
-):  # fmt: skip
-    layout = gradients(q, k, lam, weight, second_moment, key_sum)
+def _clean_query_backward(*arguments):
+    grads, saved, weight, past = (
+        Gradients(*arguments[:4]),
+        Saved(*arguments[4:9]),
+        arguments[9],
+        Past(*arguments[10:14]),
+    )
+    centred, normalize, backend = arguments[14:]
+    q, lam = saved.q, saved.lam
+    layout = gradients(*arguments)
     if q.numel() == 0:
         empty = complete(layout, q)
-        if second_moment is not None:
-            for out, after in zip(empty[3:5], (d_second_moment, d_key_sum), strict=True):
+        if past.second_moment is not None:
+            for out, after in zip(empty[3:5], grads[2:], strict=True):
                 out.zero_() if after is None else out.copy_(after)
         for out in empty[5:]:
             out.zero_()
         return empty
     module = implementation("sigma_q" if lam is None else "clean_query", q, backend)
-    dq, dk, dlam, *d_initial = module.backward(
-        Gradients(g, dk_bar, d_second_moment, d_key_sum), Saved(q, k, k_rnorm, means, lam),
-        Past(second_moment, key_sum, count, cu_seqlens), centred, normalize,
-    )  # fmt: skip
+    dq, dk, dlam, *d_initial = module.backward(grads, saved, past, centred, normalize)
     d_gate: Sequence[Tensor | None] = (None, None)
     if weight is not None:
         dq, *d_gate = run_gate_backward(dlam, q, weight, lam, backend, dq)
-    d_initial = (None, None) if second_moment is None else d_initial
+    d_initial = (None, None) if past.second_moment is None else d_initial
     return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))
 
 
-def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
+def gradients(
+    g, dk_bar, dC, ds, q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, *options
+) -> Layout:
     """Of `ccq::clean_query_backward`."""
     high = stats_dtype(q.dtype)
     return [
@@ -158,14 +154,6 @@ def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
         ((0,) if weight is None else weight.shape, high),
         ((0,) if weight is None else weight.shape[:1], high),
     ]
-
-
-def _clean_query_backward_fake(
-    g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
-):  # fmt: skip
-    layout = gradients(q, k, lam, weight, second_moment, key_sum)
-    return complete(layout, q)
 
 
 def _setup_context(ctx, inputs, output):
@@ -209,12 +197,10 @@ def _no_vmap(info, in_dims, *args):
     )
 
 
-for name, function, fake in (
-    ("ccq::clean_query", _clean_query, _clean_query_fake),
-    ("ccq::clean_query_backward", _clean_query_backward, _clean_query_backward_fake),
-):
+for name, function in (("ccq::clean_query", _clean_query), ("ccq::clean_query_backward", _clean_query_backward)):
     torch.library.impl(name, "default", function)
-    torch.library.register_fake(name, fake)
     torch.library.register_vmap(name, _no_vmap)
+torch.library.register_fake("ccq::clean_query", lambda *given: complete(outputs(*given), given[0]))
+torch.library.register_fake("ccq::clean_query_backward", lambda *given: complete(gradients(*given), given[4]))
 torch.library.register_autograd("ccq::clean_query", _backward, setup_context=_setup_context)
 torch.library.register_autograd("ccq::clean_query_backward", _no_double_backward)

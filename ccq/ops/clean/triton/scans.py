@@ -62,6 +62,18 @@ def lower_block(index):
     return i, rest
 
 
+@triton.jit
+def block_bounds(i, j, K, BLK: tl.constexpr):
+    """Of block (i, j) of a K x K state: its rows and columns, where it and its mirror image lie, and what is inside."""
+    col_i = i * BLK + tl.arange(0, BLK)
+    col_j = j * BLK + tl.arange(0, BLK)
+    block = col_i[:, None] * K + col_j[None, :]
+    mirror = col_j[:, None] * K + col_i[None, :]
+    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
+    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+    return col_i, col_j, block, mirror, inside, mirrored
+
+
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
     k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, stride, per_sums, eps,
@@ -172,13 +184,8 @@ def states_kernel(
     begin, length, first_sum, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
     )
-    col_i = i * BLK + tl.arange(0, BLK)
-    col_j = j * BLK + tl.arange(0, BLK)
     nh = n.to(tl.int64) * H + h
-    block = col_i[:, None] * K + col_j[None, :]
-    mirror = col_j[:, None] * K + col_i[None, :]
-    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
-    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+    col_i, col_j, block, mirror, inside, mirrored = block_bounds(i, j, K, BLK)
 
     acc = tl.zeros([BLK, BLK], tl.float32)
     seen = begin * 0  # int64
@@ -235,13 +242,8 @@ def adjoint_kernel(
     begin, length, _, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
     )
-    col_i = i * BLK + tl.arange(0, BLK)
-    col_j = j * BLK + tl.arange(0, BLK)
     nh = n.to(tl.int64) * H + h
-    block = col_i[:, None] * K + col_j[None, :]
-    mirror = col_j[:, None] * K + col_i[None, :]
-    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
-    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+    col_i, col_j, block, mirror, inside, mirrored = block_bounds(i, j, K, BLK)
 
     acc = tl.zeros([BLK, BLK], tl.float32)
     if not TOTALS:
