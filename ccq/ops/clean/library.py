@@ -114,13 +114,8 @@ def _clean_query(*arguments):
 
 
 def _clean_query_backward(*arguments):
-    grads, saved, weight, past = (
-        Gradients(*arguments[:4]),
-        Saved(*arguments[4:9]),
-        arguments[9],
-        Past(*arguments[10:14]),
-    )
-    centred, normalize, backend = arguments[14:]
+    grads, saved, past = Gradients(*arguments[:4]), Saved(*arguments[4:9]), Past(*arguments[10:14])
+    weight, centred, normalize, backend = arguments[9], *arguments[14:]
     q, lam = saved.q, saved.lam
     layout = gradients(*arguments)
     if q.numel() == 0:
@@ -135,6 +130,7 @@ def _clean_query_backward(*arguments):
     dq, dk, dlam, *d_initial = module.backward(grads, saved, past, centred, normalize)
     d_gate: Sequence[Tensor | None] = (None, None)
     if weight is not None:
+        assert lam is not None  # the gate's
         dq, *d_gate = run_gate_backward(dlam, q, weight, lam, backend, dq)
     d_initial = (None, None) if past.second_moment is None else d_initial
     return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))

@@ -141,6 +141,13 @@ def sums_kernel(
 
 
 @triton.jit
+def scan_place(pid, H, NSEG, BLOCKS):
+    """Block (i, j), segment, head and sequence of a program that scans."""
+    i, j = lower_block(pid % BLOCKS)
+    return i, j, (pid // BLOCKS) % NSEG, (pid // (BLOCKS * NSEG)) % H, pid // (BLOCKS * NSEG * H)
+
+
+@triton.jit
 def scan_bounds(n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks,
                 VARLEN: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Of sequence n: first token, length, first key sum and first chunk; and the chunks that a segment of it covers."""
@@ -176,11 +183,7 @@ def states_kernel(
     Tensor cores truncate what they add, which in a sum over a million tokens would show: BR tokens are multiplied at a
     time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
     """
-    pid = tl.program_id(0)
-    i, j = lower_block(pid % BLOCKS)
-    segment = (pid // BLOCKS) % NSEG
-    h = (pid // (BLOCKS * NSEG)) % H
-    n = pid // (BLOCKS * NSEG * H)
+    i, j, segment, h, n = scan_place(tl.program_id(0), H, NSEG, BLOCKS)
     begin, length, first_sum, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
     )
@@ -234,11 +237,7 @@ def adjoint_kernel(
     S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One block of R = sum (q u^T + u q^T) / t, from the sequence's end to its beginning, as states_kernel for C."""
-    pid = tl.program_id(0)
-    i, j = lower_block(pid % BLOCKS)
-    segment = (pid // BLOCKS) % NSEG
-    h = (pid // (BLOCKS * NSEG)) % H
-    n = pid // (BLOCKS * NSEG * H)
+    i, j, segment, h, n = scan_place(tl.program_id(0), H, NSEG, BLOCKS)
     begin, length, _, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
     )
