@@ -1,4 +1,4 @@
-"""The operator in Triton: which kernels run, on which grid. What they compute is said in kernels.py."""
+"""The operator in Triton: which kernels run, on which grid. What they compute is said in __init__.py."""
 
 from __future__ import annotations
 
