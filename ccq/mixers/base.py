@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ccq.names import nearest
 from ccq.ops.precision import stats_dtype
@@ -118,7 +119,8 @@ class Mixer(Owner):
 
     def state_bytes(self, length: int = 0) -> int:
         """Bytes to remember one sequence of `length` tokens, as stored, the covariance counted."""
-        raise NotImplementedError
+        dtype = next(module.weight.dtype for module in self.modules() if isinstance(module, nn.Linear))
+        return sum(x.nbytes for x in pytree.tree_leaves(self.new_state(1, "meta", dtype)))
 
     def flops(self, length: int) -> float:
         """Forward FLOPs a token, in a sequence of `length`, beyond those of the mixer's Linears."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Mixer, Sequences
 from ccq.mixers.conv import ShortConv, final_state
-from ccq.mixers.key_value import nbytes
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -54,9 +53,6 @@ class BaseConv(Mixer):
         self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
     ) -> LayerState:
         return {"conv": torch.zeros(n, self.hidden, self.width - 1, device=device, dtype=dtype)}
-
-    def state_bytes(self, length: int = 0) -> int:
-        return nbytes(self.new_state(1, "meta", self.proj.weight.dtype))
 
     def flops(self, length: int) -> float:
         return 2.0 * (self.width + 1) * self.hidden

@@ -22,6 +22,7 @@ from ccq.mixers.norms import unit
 from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, clean_query_step, decode_step, gate
 from ccq.ops.clean.chunk import CHUNK
 from ccq.ops.precision import stats_dtype
+from ccq.ops.recurrence import recurrence
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -165,6 +166,28 @@ class QueryCleaner(Owner):
         cleaned, _, _ = clean_query(q.to(high), k.to(high), lam, **how)
         before, after = (F.normalize(x.to(high), dim=-1, eps=1e-12) for x in (q, cleaned))
         return torch.rad2deg(2 * torch.asin(((before - after).norm(dim=-1) / 2).clamp(max=1)))
+
+    def mix(
+        self,
+        raw: Float[Tensor, "B T H K"],
+        q: Float[Tensor, "B T H F"],
+        k: Float[Tensor, "B T H F"],
+        v: Float[Tensor, "B T Hv V"],
+        seqs: Sequences,
+        state: LayerState | None,
+        output_state: bool,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Float[Tensor, "B T Hv V"], LayerState]:
+        """Cleaning, then write and read of all tokens, as `step` has it for one; and the states, where asked for."""
+        q, k, covariance = self(raw, q, k, seqs, state, output_state, g)
+        o, recurrent = recurrence(
+            q, k, v, g, beta, scale, None if state is None else state["recurrent"], output_state, seqs.cu_seqlens,
+            self.backend,
+        )  # fmt: skip
+        new = {"recurrent": recurrent, "covariance": covariance}
+        return o, {name: x for name, x in new.items() if x is not None}
 
     def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
         if self.current_key_init is None:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ccq.mixers.base import LayerState, Mixer, Sequences
 from ccq.mixers.cleaning import QueryCleaner
@@ -21,7 +20,7 @@ from ccq.mixers.feature_maps import make_feature_map
 from ccq.mixers.linear import project
 from ccq.mixers.norms import GatedRMSNorm, RMSNorm
 from ccq.ops.precision import stats_dtype
-from ccq.ops.recurrence import flops, recurrence
+from ccq.ops.recurrence import flops
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -102,20 +101,11 @@ class KeyValueMixer(Mixer):
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
-        g, beta = self.gates(x, *(writer(x) for writer in self.writers))
-        maps = self.feature_map_q(raw), self.feature_map_k(k)
-        q, k, covariance = self.cleaner(raw, *maps, seqs, state, output_state, g)
-        o, recurrent = recurrence(
-            q, k, v, g, beta, initial_state=None if state is None else state["recurrent"],
-            output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.config.backend,
-        )  # fmt: skip
+        q, k = self.feature_map_q(raw), self.feature_map_k(k)
+        gates = self.gates(x, *(writer(x) for writer in self.writers))
+        o, states = self.cleaner.mix(raw, q, k, v, seqs, state, output_state, *gates)
         y = self.output(o, None if self.g_proj is None else self.g_proj(x))
-        if not output_state:
-            return y, None
-        new["recurrent"] = recurrent
-        if covariance is not None:
-            new["covariance"] = covariance
-        return y, new
+        return y, new | states if output_state else None
 
     @torch.no_grad()
     def step(
@@ -147,9 +137,6 @@ class KeyValueMixer(Mixer):
         state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
         return state | self.cleaner.new_state(n, device, dtype)
 
-    def state_bytes(self, length: int = 0) -> int:
-        return nbytes(self.new_state(1, "meta", self.q_proj.weight.dtype))
-
     def flops(self, length: int) -> float:
         conv = 0.0 if self.conv_size is None else 2.0 * self.conv_size * sum(self.widths)
         maps = sum(
@@ -157,7 +144,3 @@ class KeyValueMixer(Mixer):
         )
         states = flops(self.heads, self.features, self.value_size, self.delta)
         return conv + maps + self.cleaner.flops() + states
-
-
-def nbytes(state: LayerState) -> int:
-    return sum(x.nbytes for x in pytree.tree_leaves(state))

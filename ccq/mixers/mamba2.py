@@ -21,10 +21,9 @@ from ccq.mixers.base import LayerState, Mixer, Sequences, register
 from ccq.mixers.cleaning import QueryCleaner
 from ccq.mixers.conv import ShortConv, final_state
 from ccq.mixers.gated_deltanet import inverse_softplus_of_times_, log_decay, log_uniform_
-from ccq.mixers.key_value import nbytes
 from ccq.mixers.norms import GatedRMSNorm
 from ccq.ops.precision import stats_dtype
-from ccq.ops.recurrence import flops, recurrence
+from ccq.ops.recurrence import flops
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -79,19 +78,9 @@ class Mamba2(Mixer):
             new["conv"] = final_state(xBC, seqs, self.conv_size, past)
         x, k, q = self.parts(self.conv1d(xBC, seqs, past))
         g, dt = log_decay(dt, self.A_log, self.dt_bias)
-        q, k, covariance = self.cleaner(q, q, k, seqs, state, output_state, g)
-        o, recurrent = recurrence(
-            q, k, (x * dt[..., None]).to(x.dtype), g, scale=1.0,
-            initial_state=None if state is None else state["recurrent"],
-            output_final_state=output_state, cu_seqlens=seqs.cu_seqlens, backend=self.config.backend,
-        )  # fmt: skip
-        y = self.output(o, x, gate)
-        if not output_state:
-            return y, None
-        new["recurrent"] = recurrent
-        if covariance is not None:
-            new["covariance"] = covariance
-        return y, new
+        v = (x * dt[..., None]).to(x.dtype)
+        o, states = self.cleaner.mix(q, q, k, v, seqs, state, output_state, g, scale=1.0)
+        return self.output(o, x, gate), new | states if output_state else None
 
     @torch.no_grad()
     def step(
@@ -116,9 +105,6 @@ class Mamba2(Mixer):
             "recurrent": torch.zeros(shape, device=device, dtype=stats_dtype(dtype)),
             **self.cleaner.new_state(n, device, dtype),
         }
-
-    def state_bytes(self, length: int = 0) -> int:
-        return nbytes(self.new_state(1, "meta", self.in_proj.weight.dtype))
 
     def flops(self, length: int) -> float:
         conv = 2.0 * self.conv_size * self.conv_width

@@ -77,7 +77,7 @@ def check_call(
     check_backend(backend)
     sequences = q.shape[0]
     if cu_seqlens is not None:
-        sequences = _check_cu_seqlens(cu_seqlens, q)
+        sequences = check_cu_seqlens(cu_seqlens, q)
     if state is not None:
         _check_state("initial_state" if tokens else "state", state, sequences, k)
 
@@ -108,7 +108,7 @@ def same_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected an integer tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -167,6 +167,28 @@ def check_gate(q: Tensor, weight: Tensor, bias: Tensor) -> None:
         if x.dtype != high:
             raise TypeError(f"{name}: expected {high} for {q.dtype} queries, got {x.dtype}")
         same_device(name, x, q)
+
+
+def check_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor | None, name: str, n: int
+) -> None:
+    """Raise unless these write to and read a state, called `name`, of `n` sequences."""
+    *lead, heads, size = q.shape
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.ndim != q.ndim or v.shape[:-2] != q.shape[:-2] or v.shape[-2] == 0 or v.shape[-2] % heads:
+        axes = ", ".join(map(str, lead))
+        raise ValueError(f"v: expected shape [{axes}, Hv, V], Hv a multiple of q's {heads} heads, got {tuple(v.shape)}")
+    per_head = (*lead, v.shape[-2])
+    if g is not None and tuple(g.shape) not in (per_head, tuple(q.shape)):
+        raise ValueError(f"g: expected shape {per_head} or {tuple(q.shape)}, got {tuple(g.shape)}")
+    if beta is not None and tuple(beta.shape) != per_head:
+        raise ValueError(f"beta: expected shape {per_head}, got {tuple(beta.shape)}")
+    expected, high = (n, v.shape[-2], size, v.shape[-1]), stats_dtype(q.dtype)
+    if state is not None and (tuple(state.shape) != expected or state.dtype != high):
+        raise ValueError(
+            f"{name}: expected {high} of shape {expected}, got {state.dtype} of shape {tuple(state.shape)}"
+        )
 
 
 def has_tangent(x: Tensor) -> bool:

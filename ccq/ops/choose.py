@@ -27,7 +27,7 @@ LARGEST_KEY = 256  # what the Triton kernels hold of a key
 ROWS = 16  # of x, up to which our kernels stand for Linears: those of a tensor core's tile. With more a GEMM has work
 PLAIN: frozenset[str] = frozenset()  # operations that go without kernels wherever they run: to look for one that errs
 # looked for once, and not inside what a compiler traces
-TRITON, FLA = (importlib.util.find_spec(name) is not None for name in ("triton", "fla"))
+TRITON, FLA, VARLEN = (importlib.util.find_spec(x) is not None for x in ("triton", "fla", "torch.nn.attention.varlen"))
 
 
 class BackendUnavailableError(RuntimeError):
@@ -99,7 +99,13 @@ def arch(device: torch.device) -> Arch:
     return arch_of(torch.cuda.get_device_capability(device)) if torch.version.hip is None else ROCM
 
 
-arch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler asks once, as for any constant
+def arch_refuses(device: torch.device, op: str, name: str) -> str | None:
+    """Why the generation cannot run this implementation of an operation, or None."""
+    refuses = arch(device).refuses
+    return refuses.get(name) or refuses.get(f"{op}/{name}")
+
+
+arch_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler asks once, and does not trace it
 
 
 # Why an implementation cannot take a call, or None
@@ -169,7 +175,7 @@ def few_rows_refuse(call: Call) -> str | None:
 def flash_refuses(call: Call) -> str | None:
     if call.device.type != "cuda":
         return f"tensors on {call.device.type} are not on an NVIDIA GPU"
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    if not VARLEN:
         return "torch before 2.10 has none for packed sequences"
     if call.dtype not in (torch.bfloat16, torch.float16) or call.size > 256 or call.size % 8:
         return "it takes bfloat16 and float16, and heads of up to 256 channels, a multiple of 8"
@@ -227,9 +233,7 @@ def refusal(op: str, implementation: Implementation, call: Call, backend: str) -
         return "ccq.ops.choose.PLAIN leaves them out"
     if backend == "auto" and call.device.type == "cpu":  # never the interpreter
         return "tensors on cpu are not on an NVIDIA GPU"
-    refuses = arch(call.device).refuses
-    name = implementation.name
-    return refuses.get(name) or refuses.get(f"{op}/{name}") or implementation.refuses(call)
+    return arch_refuses(call.device, op, implementation.name) or implementation.refuses(call)
 
 
 def explain(op: str, call: Call, backend: str = "auto") -> tuple[str | None, dict[str, str]]:

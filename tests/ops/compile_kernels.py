@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 import ccq
 from ccq.mixers import fused_conv, fused_gates, fused_linear
 from ccq.ops import Cleaning, CovarianceState
+from ccq.ops.clean.chunk import Gradients, Past, Saved
 from ccq.ops.clean.triton import gate as fused_gate
 from ccq.ops.clean.triton import launch
 from ccq.ops.recurrence import triton as fused_decode
@@ -106,15 +107,19 @@ def operator(
     seen = covariance(8 if packed else B, heads, size)
     C, s, t = (seen.second_moment, seen.key_sum, seen.count) if state else (None, None, None)
     weight, bias = empty(groups * heads, groups * heads * size), empty(groups * heads)
-    by: tuple = (None, (weight, bias)) if gated else (None if of == "y" else lam, None)
-    out, k_bar, k_rnorm, means, lam, dC, ds = launch.forward(q, k, *by, C, s, t, cu, centred, normalize, state)
+    if gated:
+        lam = fused_gate.forward(q, weight, bias)
+    past = Past(C, s, t, cu)
+    given = None if of == "y" else lam
+    out, k_bar, k_rnorm, means, dC, ds = launch.forward(q, k, given, past, centred, normalize, state)
     if not gradients:
         return
     unit = normalize == "unit"
-    launch.backward(
-        torch.empty_like(out), torch.empty_like(k) if unit else None, dC, ds, q, k_bar if unit else k, k_rnorm, means,
-        lam, weight if gated else None, C, s, t, cu, centred, normalize,
-    )  # fmt: skip
+    grads = Gradients(torch.empty_like(out), torch.empty_like(k) if unit else None, dC, ds)
+    saved = Saved(q, k_bar if unit else k, k_rnorm, means, given)
+    dq, _, dlam, *_ = launch.backward(grads, saved, past, centred, normalize)
+    if gated:
+        fused_gate.backward(dlam, q, weight, lam, dq)
 
 
 def gate(dtype, size, rows, heads=6):

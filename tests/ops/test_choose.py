@@ -193,10 +193,21 @@ def test_operations_can_go_without_kernels(gpu, monkeypatch):
     assert choose.choose("swiglu", call()) == "triton"
 
 
-def test_a_compiler_decides_as_eager_code_does(fresh_compiler):
-    """The decision is traced: no break of the graph, and none of the warnings that caches make."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_compiler_decides_as_eager_code_does(gpu, fresh_compiler, monkeypatch, device, installed):
+    """The decision is traced: no break of the graph, and no warning but that of a fallback."""
+    gpu(9, 0)
+    monkeypatch.setattr(choose, "FLA", installed)
 
     def f(x):
-        return x + (1 if choose.choose("recurrence", Call.of(x, delta=True)) == "chunk" else 2)
+        call = Call(torch.device(device), BF16, x.shape[-1], delta=True)
+        return x + {"chunk": 1, "fla": 2}[choose.choose("recurrence", call)]
 
-    assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(3)).tolist() == [1, 1, 1]
+    compiled = torch.compile(f, fullgraph=True, backend="eager", dynamic=False)
+    if device == "cuda" and not installed:
+        with pytest.warns(BackendFallbackWarning, match="Test GPU through backend='chunk'.*fla is not installed"):
+            y = compiled(torch.zeros(3))
+    else:
+        y = compiled(torch.zeros(3))
+    assert y.tolist() == [2 if device == "cuda" and installed else 1] * 3

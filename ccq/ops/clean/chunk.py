@@ -26,20 +26,47 @@ from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is save
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
-from ccq.ops.clean.gating import plain_gate, plain_gate_backward
 from ccq.ops.clean.reference import prepare
 from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
+
+
+class Past(NamedTuple):
+    """What the tokens of a call follow."""
+
+    second_moment: Tensor | None = None  # C [N, Hk, K, K] of the initial state, None with all of it
+    key_sum: Tensor | None = None  # s [N, Hk, K]
+    seen: Tensor | None = None  # [N] how many tokens; or [N, Hk] their weight
+    cu_seqlens: Tensor | None = None  # [N + 1], where sequences are packed
+
+
+class Saved(NamedTuple):
+    """What the backward needs of a call."""
+
+    q: Tensor
+    k: Tensor  # k_bar where normalize is "unit", else k as it came
+    k_rnorm: Tensor  # [B, T, Hk] 1/|k|, not read where normalize is "none"
+    means: Tensor  # [B, T, Hq] m_t, not read where not centred
+    lam: Tensor | None  # None: the call gave y
+
+
+class Gradients(NamedTuple):
+    """Of what a call gave: q_clean (or y), k_bar, and the final C and s."""
+
+    g: Tensor
+    k_bar: Tensor | None = None
+    second_moment: Tensor | None = None
+    key_sum: Tensor | None = None
 
 
 def scan(
@@ -100,46 +127,39 @@ class Chunked(NamedTuple):
     key_sum: Tensor  # [M, Hk, 1, C, K] s_t
     second_moment: Tensor  # [N, Hk, K, K] the final state
     final_key_sum: Tensor  # [N, Hk, K]
-    final_count: Tensor | None  # [N, Hk] where it is a weight
+    final_weight: Tensor | None  # [N, Hk] with a decay
 
 
-def chunk_keys(
-    k: Tensor,
-    log_decay: Tensor | None,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Chunked:
+def chunk_keys(k: Tensor, log_decay: Tensor | None, past: Past) -> Chunked:
     """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
-    batch, length, heads = k.shape[:3]
-    layout = make_layout(batch, length, cu_seqlens, k.device, CHUNK)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    second_moment, key_sum = start_state(k, sequences, second_moment, key_sum)
+    batch, length = k.shape[:2]
+    layout = make_layout(batch, length, past.cu_seqlens, k.device, CHUNK)
+    second_moment, key_sum = start_state(k, past)
     kc = to_chunks(k, layout).contiguous()
-    if log_decay is not None:
+    if log_decay is None:
+        local = torch.arange(1, CHUNK + 1, device=k.device)
+        t = torch.cat([(rank * CHUNK + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
+        if past.seen is not None:
+            t = t + per_chunk(past.seen, layout)[:, None]
+        t = t.to(k.dtype)[:, None]
+        before, second_moment = scan(layout, kc.mT @ kc, second_moment)
+        sum_before, final_key_sum = scan(layout, kc.sum(2), key_sum)
+        sums = sum_before[:, :, None] + kc.cumsum(2)
+        decay = weight = None
+    else:
         decay = decay_of(log_decay.to(k.dtype), layout)
-        weight = k.new_zeros(sequences, heads) if count is None else weight_of(count, heads, k.dtype)
         real = to_chunks(k.new_ones(batch, length, 1), layout)  # [M, 1, C]
         kept = decay.end[..., None] * kc
         before, second_moment = scan(layout, kept.mT @ kc, second_moment, decay=decay.across)
         sum_before, final_key_sum = scan(layout, kept.sum(2), key_sum, decay=decay.across)
-        weight_before, final = scan(layout, (decay.end * real).sum(-1), weight, decay=decay.across)
         sums = decay.start[..., None] * sum_before[:, :, None] + decay.within @ kc
+        seen = start_weight(k, past)
+        weight_before, weight = scan(layout, (decay.end * real).sum(-1), seen, decay=decay.across)
         t = decay.start * weight_before[..., None] + (decay.within @ real[..., None])[..., 0]
         t = t.clamp(min=1)  # it includes this token; less it is only where a chunk is not full
-        return Chunked(
-            layout, decay, kc, t[:, :, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum, final
-        )
-    local = torch.arange(1, CHUNK + 1, device=k.device)
-    t = torch.cat([(rank * CHUNK + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
-    if count is not None:
-        t = t + per_chunk(count, layout)[:, None]
-    before, second_moment = scan(layout, kc.mT @ kc, second_moment)
-    sum_before, final_key_sum = scan(layout, kc.sum(2), key_sum)
-    sums = sum_before[:, :, None] + kc.cumsum(2)
-    t = t.to(k.dtype)[:, None, None, :, None]
-    return Chunked(layout, None, kc, t, before, sums.unsqueeze(2), second_moment, final_key_sum, None)
+    return Chunked(
+        layout, decay, kc, t[:, :, None, :, None], before, sums.unsqueeze(2), second_moment, final_key_sum, weight
+    )
 
 
 def scores(keys: Chunked, x: Tensor) -> Tensor:
@@ -148,18 +168,13 @@ def scores(keys: Chunked, x: Tensor) -> Tensor:
     return p.tril_() if keys.decay is None else p.mul_(keys.decay.within[:, :, None])
 
 
-def from_before(keys: Chunked, x: Tensor) -> Tensor:
-    """C_before x_t, decayed, [M, Hk, G * C, K]."""
-    y = x.flatten(2, 3) @ keys.before
-    if keys.decay is None:
-        return y
-    return (y.view_as(x) * keys.decay.start[:, :, None, :, None]).flatten(2, 3)
-
-
 def read(keys: Chunked, x: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sigma_t x_t for x [M, Hk, G, C, K], and behind it the scores and m_t = s_t . x_t / t."""
     p = scores(keys, x)
-    y = (p.flatten(2, 3) @ keys.k).add_(from_before(keys, x)).view_as(x).div_(keys.t)
+    before = (x.flatten(2, 3) @ keys.before).view_as(x)
+    if keys.decay is not None:
+        before *= keys.decay.start[:, :, None, :, None]
+    y = (p.flatten(2, 3) @ keys.k).view_as(x).add_(before).div_(keys.t)
     m = None
     if centred:
         m = (x * keys.key_sum).sum(-1, keepdim=True) / keys.t
@@ -180,67 +195,44 @@ def pieces(q: Tensor, cu_seqlens: Tensor | None) -> list[slice]:
     return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
 
-def seen_before(count: Tensor | None, piece: slice, k: Tensor) -> Tensor:
-    """The count at the start of a piece, without a decay."""
-    return k.new_full(k.shape[:1], piece.start, dtype=torch.int64) if count is None else count + piece.start
+def following(past: Past, piece: slice, moment: Tensor, total: Tensor, weight: Tensor | None) -> Past:
+    """What a piece follows, where C, s and, with a decay, the weight before it are these."""
+    if weight is not None:
+        return Past(moment, total, weight)
+    count = torch.full(moment.shape[:1], piece.start, device=moment.device)
+    return Past(moment, total, count if past.seen is None else count + past.seen)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | None,
-    gate: tuple[Tensor, Tensor] | None,  # W and b, in the place of lam; neither: y in the place of q_clean, in fp32
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    output_final_state: bool = True,
-) -> tuple:
-    """q_clean, k_bar, 1/|k|, m_t, lam, and the final C and s."""
-    if gate is not None:
-        lam = plain_gate(q, *gate)
-    *output, moment, total, _ = decayed_forward(
-        q, k, lam, None, second_moment, key_sum, count, cu_seqlens, centred, normalize
-    )
-    return *output, lam, moment, total
+    q: Tensor, k: Tensor, lam: Tensor | None, past: Past, centred: bool, normalize: str, output_final_state: bool = True
+) -> tuple[Tensor, ...]:
+    """q_clean (without lam: y, in fp32), k_bar, 1/|k|, m_t, and the final C and s."""
+    return decayed_forward(q, k, lam, None, past, centred, normalize)[:-1]
 
 
 def decayed_forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | None,
-    log_decay: Tensor | None,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
+    q: Tensor, k: Tensor, lam: Tensor | None, log_decay: Tensor | None, past: Past, centred: bool, normalize: str
 ) -> tuple:
-    """q_clean (y where lam is None), k_bar, 1/|k|, m_t, and the final C, s and, where it is a weight, count."""
-    cut = pieces(q, cu_seqlens)
+    """The same with a decay, and behind it the final weight."""
+    cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         outputs = []
-        moment, total = start_state(k, k.shape[0], second_moment, key_sum)
-        weight = count
+        moment, total = start_state(k, past)
+        weight = None if log_decay is None else start_weight(k, past)
         for piece in cut:
-            seen = weight if log_decay is not None else seen_before(count, piece, k)
-            *output, moment, total, weight = decayed_forward(
-                of(q, piece), of(k, piece), of(lam, piece), of(log_decay, piece), moment, total, seen, None, centred,
-                normalize,
-            )  # fmt: skip
+            before = following(past, piece, moment, total, weight)
+            q_i, k_i, lam_i, log_decay_i = of((q, k, lam, log_decay), piece)
+            *output, moment, total, weight = decayed_forward(q_i, k_i, lam_i, log_decay_i, before, centred, normalize)
             outputs.append(output)
         return *join(outputs), moment, total, weight
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, normalize)
-        keys = chunk_keys(k_stat, log_decay, second_moment, key_sum, count, cu_seqlens)
+        keys = chunk_keys(k_stat, log_decay, past)
         y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
         y = from_grouped_chunks(y, keys, q)
         out = y if lam is None else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q).squeeze(-1)
-        final = (keys.second_moment, keys.final_key_sum, keys.final_count)
+        final = (keys.second_moment, keys.final_key_sum, keys.final_weight)
         return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, *final)
 
 
@@ -255,77 +247,42 @@ def join(outputs: list[list]) -> list:
     return [parts[0] if parts[0] is None or parts[0].ndim < 2 else torch.cat(parts, 1) for parts in columns]
 
 
-def backward(
-    g: Tensor,
-    dk_bar: Tensor | None,
-    d_second_moment: Tensor | None,
-    d_key_sum: Tensor | None,
-    q: Tensor,
-    k: Tensor,  # k_bar where normalize is "unit", else k as it came
-    k_rnorm: Tensor,  # [B, T, Hk], not read where normalize is "none"
-    means: Tensor,  # [B, T, Hq], not read where not centred
-    lam: Tensor | None,  # None: g is the gradient of y
-    gate_weight: Tensor | None,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-) -> tuple:
-    """dq, dk, dlam, the gradients of the initial C and s, and those of W and b (dq is then through the gate too)."""
-    dq, dk, dlam, _, d_moment, d_total, _ = decayed_backward(
-        g, dk_bar, (d_second_moment, d_key_sum, None), q, k, k_rnorm, means, lam, None,
-        (second_moment, key_sum, count), cu_seqlens, centred, normalize,
-    )  # fmt: skip
-    d_weight = d_bias = None
-    if gate_weight is not None:
-        assert lam is not None
-        through_gate, d_weight, d_bias = plain_gate_backward(dlam, q, gate_weight, lam)
-        dq = dq + through_gate
-    return dq, dk, dlam, d_moment, d_total, d_weight, d_bias
-
-
-Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]  # C, s and the count or weight; or their gradients
+def backward(grads: Gradients, saved: Saved, past: Past, centred: bool, normalize: str) -> tuple:
+    """dq, dk, dlam (None without lam), and the gradients of the initial C and s."""
+    return decayed_backward(grads, saved, None, past, centred, normalize)[:5]
 
 
 def decayed_backward(
-    g: Tensor,
-    dk_bar: Tensor | None,
-    d_final: Statistics,
-    q: Tensor,
-    k: Tensor,
-    k_rnorm: Tensor,
-    means: Tensor,
-    lam: Tensor | None,
+    grads: Gradients,
+    saved: Saved,
     log_decay: Tensor | None,
-    initial: Statistics,
-    cu_seqlens: Tensor | None,
+    past: Past,
     centred: bool,
     normalize: str,
+    d_weight: Tensor | None = None,  # of the final weight
 ) -> tuple:
-    """dq, dk, dlam, that of the log-decay, and those of the initial C, s and weight; arguments as of `backward`."""
-    cut = pieces(q, cu_seqlens)
+    """The same with a decay, and behind it the gradients of the initial weight and of the log-decay."""
+    q, k, k_rnorm, means, lam = saved
+    g, dk_bar, d_moment, d_sum = grads
+    cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
-        starts: list[Statistics] = [(*start_state(k, k.shape[0], *initial[:2]), initial[2])]
+        starts: list = [(*start_state(k, past), None if log_decay is None else start_weight(k, past))]
         with exact_matmul(q):
             for piece in cut[:-1]:
-                piece_keys = statistics_keys(of(k, piece), of(k_rnorm, piece), normalize)
-                starts.append(advance(piece_keys, of(log_decay, piece), starts[-1]))
+                k_i, rnorm_i, log_decay_i = of((k, k_rnorm, log_decay), piece)
+                starts.append(advance(statistics_keys(k_i, rnorm_i, normalize), log_decay_i, *starts[-1]))
         outputs = []
         for piece, start in zip(reversed(cut), reversed(starts), strict=True):
-            if log_decay is None:
-                start = (*start[:2], seen_before(initial[2], piece, k))
-            *output, d_moment, d_total, d_count = decayed_backward(
-                of(g, piece), of(dk_bar, piece), d_final, of(q, piece), of(k, piece), of(k_rnorm, piece),
-                of(means, piece), of(lam, piece), of(log_decay, piece), start, None, centred, normalize,
+            g_i, bar_i, log_decay_i = of((g, dk_bar, log_decay), piece)
+            dq, dk, dlam, d_moment, d_sum, d_weight, d_log_decay = decayed_backward(
+                Gradients(g_i, bar_i, d_moment, d_sum), Saved(*of(saved, piece)), log_decay_i,
+                following(past, piece, *start), centred, normalize, d_weight,
             )  # fmt: skip
-            d_final = (d_moment, d_total, d_count)
-            outputs.append(output)
-        return *join(outputs[::-1]), *d_final
+            outputs.append([dq, dk, dlam, d_log_decay])
+        dq, dk, dlam, d_log_decay = join(outputs[::-1])
+        return dq, dk, dlam, d_moment, d_sum, d_weight, d_log_decay
     high = stats_dtype(q.dtype)
-    batch, length = k.shape[:2]
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
@@ -333,9 +290,8 @@ def decayed_backward(
         g = g.to(high)
         gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
 
-        keys = chunk_keys(k_stat, log_decay, *initial, cu_seqlens)
-        layout, decay = keys.layout, keys.decay
-        across = None if decay is None else decay.across
+        keys = chunk_keys(k_stat, log_decay, past)
+        decay, across = keys.decay, None if keys.decay is None else keys.decay.across
         qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
         w, scores_g, mean_g = read(keys, gc, centred)
         along = (qc * w).sum(-1, keepdim=True)  # q . Sigma g
@@ -343,44 +299,38 @@ def decayed_backward(
         dlam = None if lam is None else -from_grouped_chunks(along, keys, q).squeeze(-1).to(lam.dtype)
         dq = w if lam is None else g - gate * w  # of y: without the query that y is taken off
 
-        d_second_moment, d_key_sum, d_weight = d_final
-        if d_second_moment is None:
-            d_second_moment = torch.zeros_like(keys.second_moment)
-        if d_key_sum is None:
-            d_key_sum = torch.zeros_like(keys.final_key_sum)
+        d_moment = torch.zeros_like(keys.second_moment) if d_moment is None else d_moment
+        d_sum = torch.zeros_like(keys.final_key_sum) if d_sum is None else d_sum
         weight = -to_grouped_chunks(gate, keys) / keys.t
         cg, cq = (weight * gc).flatten(2, 3), (weight * qc).flatten(2, 3)
         dk = scores(keys, qc).flatten(2, 3).mT @ cg
         dk += scores_g.flatten(2, 3).mT @ cq
-        reached = qc if decay is None else qc * decay.start[:, :, None, :, None]  # from the start of a chunk
+        reached = qc if decay is None else qc * decay.start[:, :, None, :, None]  # by what a chunk begins with
         cross = reached.flatten(2, 3).mT @ cg
-        after, d_first = scan(layout, cross + cross.mT, d_second_moment + d_second_moment.mT, True, across)
+        after, d_first = scan(keys.layout, cross + cross.mT, d_moment + d_moment.mT, True, across)
         dk += to_end(keys, keys.k @ after)
-        through_c = dk
         mean_q = None if mean_g is None else to_grouped_chunks(means[..., None], keys)
         if mean_g is None or mean_q is None:
             pull = torch.zeros_like(keys.k)
         else:
             pull = -(weight * (mean_q * gc + mean_g * qc)).sum(2)  # [M, Hk, C, K]
-        through_s, d_sum = collect(keys, pull, d_key_sum)
-        dk = through_c + through_s
+        through_s, d_first_sum = collect(keys, pull, d_sum)
 
         d_log_decay = d_start = None
-        if keys.final_count is not None and decay is not None:
-            # y does not change when C, s and the weight are scaled together: what is left is the side of the keys
-            d_weight = torch.zeros_like(keys.final_count) if d_weight is None else d_weight
+        if decay is not None and keys.final_weight is not None:  # the keys' side, which alone is left
+            d_weight = torch.zeros_like(keys.final_weight) if d_weight is None else d_weight
             pull = -(weight * along).sum(2)
             if mean_g is not None and mean_q is not None:
                 pull += (weight * mean_q * mean_g).sum(2)
             through_n, d_start = collect(keys, pull, d_weight[..., None])
-            scaled = (keys.k * (through_c / 2 + through_s)).sum(-1) + through_n.squeeze(-1)  # [M, Hk, C]
-            scaled = scaled * to_chunks(k_stat.new_ones(batch, length, 1), layout)  # only tokens that are there
-            whole = (d_second_moment * keys.second_moment).sum((-1, -2)) + (d_key_sum * keys.final_key_sum).sum(-1)
-            whole = whole + d_weight * keys.final_count
-            later, _ = scan(layout, -scaled.sum(-1), whole, True)
-            d_log_decay = from_chunks(later[..., None] - scaled.flip(-1).cumsum(-1).flip(-1), layout, batch, length)
             d_start = d_start.squeeze(-1)
-        dk = from_chunks(dk, layout, batch, length)
+            scaled = (keys.k * (dk / 2 + through_s)).sum(-1) + through_n.squeeze(-1)  # [M, Hk, C]
+            scaled = scaled * to_chunks(k_stat.new_ones(*k.shape[:2], 1), keys.layout)  # only tokens that are there
+            whole = (d_moment * keys.second_moment).sum((-1, -2)) + (d_sum * keys.final_key_sum).sum(-1)
+            later, _ = scan(keys.layout, -scaled.sum(-1), whole + d_weight * keys.final_weight, True)
+            d_log_decay = later[..., None] - scaled.flip(-1).cumsum(-1).flip(-1)
+            d_log_decay = from_chunks(d_log_decay, keys.layout, *k.shape[:2])
+        dk = from_chunks(dk + through_s, keys.layout, *k.shape[:2])
         if dk_bar is not None:
             dk += dk_bar.to(high)
 
@@ -388,7 +338,7 @@ def decayed_backward(
             dq = unit_backward(dq, q_read, q_rnorm)
         if normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
-        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_log_decay, d_first / 2, d_sum, d_start)
+        return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_first_sum, d_start, d_log_decay)
 
 
 def to_end(keys: Chunked, x: Tensor) -> Tensor:
@@ -409,40 +359,40 @@ def collect(keys: Chunked, pull: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return decay.within.mT @ pull + to_end(keys, after[:, :, None]), first
 
 
-def advance(k: Tensor, log_decay: Tensor | None, start: Statistics) -> Statistics:
-    """The statistics after the keys k [B, T, Hk, K]; without a decay the count stays behind."""
-    moment, total, count = start
-    assert moment is not None
-    assert total is not None
+def advance(k: Tensor, log_decay: Tensor | None, moment: Tensor, total: Tensor, weight: Tensor | None) -> tuple:
+    """C, s and, with a decay, the weight after the keys k [B, T, Hk, K]."""
     keys = k.transpose(1, 2)
-    if log_decay is None:
-        return moment + keys.mT @ keys, total + keys.sum(2), count
-    left = log_decay.to(k.dtype).transpose(1, 2)  # [B, Hk, T]: what is still to come at each token
+    if log_decay is None or weight is None:
+        return moment + keys.mT @ keys, total + keys.sum(2), None
+    left = log_decay.to(k.dtype).transpose(1, 2)  # [B, Hk, T]
     whole = left.sum(-1).exp()
-    left = (left.flip(-1).cumsum(-1).flip(-1) - left).exp()
+    left = (left.flip(-1).cumsum(-1).flip(-1) - left).exp()  # of each token, at the end
     kept = keys * left[..., None]
-    weight = torch.zeros_like(whole) if count is None else weight_of(count, k.shape[2], k.dtype)
-    return (
-        whole[..., None, None] * moment + kept.mT @ keys,
-        whole[..., None] * total + kept.sum(2),
-        whole * weight + left.sum(-1),
-    )
+    moment = whole[..., None, None] * moment + kept.mT @ keys
+    return moment, whole[..., None] * total + kept.sum(2), whole * weight + left.sum(-1)
 
 
-def of(x, piece: slice):
-    """The piece of a [B, T, ...] tensor; what is not there stays empty, or None."""
-    return x if x is None or x.ndim < 2 else x[:, piece]
+def of(tensors: Iterable[Tensor | None], piece: slice) -> Any:
+    """The piece of each [B, T, ...] tensor; what is not there stays empty, or None."""
+    return [x if x is None or x.ndim < 2 else x[:, piece] for x in tensors]
 
 
-def start_state(
-    k: Tensor, sequences: int, second_moment: Tensor | None, key_sum: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def start_state(k: Tensor, past: Past) -> tuple[Tensor, Tensor]:
     """The initial C and s of k [B, T, Hk, K]: zeros if there are none."""
-    if second_moment is not None and key_sum is not None:
-        return second_moment, key_sum
-    heads, size = k.shape[2:]
+    if past.second_moment is not None and past.key_sum is not None:
+        return past.second_moment, past.key_sum
+    batch, _, heads, size = k.shape
+    sequences = batch if past.cu_seqlens is None else len(past.cu_seqlens) - 1
     zeros = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
     return zeros, zeros[..., 0].clone()
+
+
+def start_weight(k: Tensor, past: Past) -> Tensor:
+    """[N, Hk] of the initial state."""
+    if past.seen is not None:
+        return weight_of(past.seen, k.shape[2], stats_dtype(k.dtype))
+    sequences = k.shape[0] if past.cu_seqlens is None else len(past.cu_seqlens) - 1
+    return k.new_zeros(sequences, k.shape[2], dtype=stats_dtype(k.dtype))
 
 
 def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:

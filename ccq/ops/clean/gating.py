@@ -50,7 +50,12 @@ def gate(
     return torch.ops.ccq.gate(q, weight, bias, backend)
 
 
-def _gate(q, weight, bias, backend):
+def plain_gate(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    with no_autocast(q):
+        return torch.sigmoid(torch.nn.functional.linear(q.flatten(-2).to(weight.dtype), weight, bias))
+
+
+def run_gate(q: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
     if q.numel() and choose("gate", Call.of(q), backend) == "triton":
         from ccq.ops.clean.triton import gate as kernels  # imports Triton
 
@@ -58,25 +63,19 @@ def _gate(q, weight, bias, backend):
     return plain_gate(q, weight, bias)
 
 
-def plain_gate(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    with no_autocast(q):
-        return torch.sigmoid(torch.nn.functional.linear(q.flatten(-2).to(weight.dtype), weight, bias))
-
-
-def _gate_backward(d_lam, q, weight, lam, backend):
+def run_gate_backward(
+    d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor, backend: str, dq: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (added to `dq`, whose memory may be used, where it is given), W and b."""
     if q.numel() and choose("gate", Call.of(q), backend) == "triton":
         from ccq.ops.clean.triton import gate as kernels
 
-        return kernels.backward(d_lam, q, weight, lam)
-    return plain_gate_backward(d_lam, q, weight, lam)
-
-
-def plain_gate_backward(d_lam: Tensor, q: Tensor, weight: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, W and b."""
+        return kernels.backward(d_lam, q, weight, lam, dq)
     with no_autocast(q):
         dz = (d_lam * lam * (1 - lam)).reshape(-1, weight.shape[0])
-        dq = (dz @ weight).to(q.dtype).view(q.shape)
-        return dq, dz.mT @ q.reshape(-1, weight.shape[1]).to(dz.dtype), dz.sum(0)
+        through = (dz @ weight).to(q.dtype).view(q.shape)
+        d_weight = dz.mT @ q.reshape(-1, weight.shape[1]).to(dz.dtype)
+        return through if dq is None else dq + through, d_weight, dz.sum(0)
 
 
 def _backward(ctx, d_lam):
@@ -92,8 +91,8 @@ def _no_double_backward(ctx, *grads):
     raise RuntimeError("gate has no second derivative: write torch.sigmoid(linear(q)) where one is needed.")
 
 
-torch.library.impl("ccq::gate", "default", _gate)
-torch.library.impl("ccq::gate_backward", "default", _gate_backward)
+torch.library.impl("ccq::gate", "default", run_gate)
+torch.library.impl("ccq::gate_backward", "default", run_gate_backward)
 torch.library.register_fake("ccq::gate", lambda q, weight, bias, backend: weight.new_empty(q.shape[:-1]))
 torch.library.register_fake(
     "ccq::gate_backward",

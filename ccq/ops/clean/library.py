@@ -6,6 +6,7 @@ one of the backends runs. torch.compile sees an opaque call, so it takes any mod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from ccq.ops.checks import check_values
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean import chunk
+from ccq.ops.clean.chunk import Gradients, Past, Saved
+from ccq.ops.clean.gating import run_gate, run_gate_backward
 from ccq.ops.precision import stats_dtype
 
 _GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam; with neither, y stands in the place of q_clean
@@ -56,18 +59,18 @@ def complete(layout: Layout, like: Tensor, given: Sequence[Tensor | None] | None
 
 
 def outputs(
-    q: Tensor, k: Tensor, lam: bool, gate: bool, cu_seqlens: Tensor | None, centred: bool, normalize: str, final: bool
+    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, final
 ) -> Layout:
     """Of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
     batch, _, heads, size = k.shape
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return [
-        (q.shape, q.dtype if lam or gate else high),
+        (q.shape, high if lam is None and weight is None else q.dtype),
         (k.shape if normalize == "unit" else (0,), k.dtype),
         (k.shape[:-1] if normalize != "none" else (0,), high),
         (q.shape[:-1] if centred else (0,), high),
-        (q.shape[:-1] if gate else (0,), high),
+        ((0,) if weight is None else q.shape[:-1], high),
         ((n, heads, size, size) if final else (0,), high),
         ((n, heads, size) if final else (0,), high),
         ((n if final else 0,), torch.int64),
@@ -82,12 +85,12 @@ def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> T
     return seen if count is None else seen + count
 
 
-def _clean_query(
-    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
-):
+def _clean_query(*arguments):
+    q, k, lam, weight, bias, *past, centred, normalize, backend, output_final_state = arguments
+    second_moment, key_sum, count, cu_seqlens = past
     op = "sigma_q" if lam is None and weight is None else "clean_query"
     module = implementation(op, q, backend)
-    layout = outputs(q, k, lam is not None, weight is not None, cu_seqlens, centred, normalize, output_final_state)
+    layout = outputs(*arguments)
     check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
     if q.numel() == 0:  # nothing to launch; the state stays what it was
         empty = complete(layout, q)
@@ -96,52 +99,47 @@ def _clean_query(
                 out.zero_() if start is None else out.copy_(start)
             empty[7].copy_(final_count(q, count, cu_seqlens))
         return empty
-    gate = None if weight is None else (weight, bias)
-    out, k_bar, k_rnorm, means, lam, *final = module.forward(
-        q, k, lam, gate, second_moment, key_sum, count, cu_seqlens, centred, normalize, output_final_state
-    )
+    if weight is not None:
+        lam = run_gate(q, weight, bias, backend)
+    out, k_bar, k_rnorm, means, *final = module.forward(q, k, lam, Past(*past), centred, normalize, output_final_state)
     given = (
         out,
         k_bar if normalize == "unit" else None,
         k_rnorm if normalize != "none" else None,
         means,
-        None if gate is None else lam,
+        None if weight is None else lam,
         *(final if output_final_state else (None, None)),
         final_count(q, count, cu_seqlens) if output_final_state else None,
     )
     return complete(layout, q, given)
 
 
-def _clean_query_fake(
-    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, output_final_state
-):
-    layout = outputs(q, k, lam is not None, weight is not None, cu_seqlens, centred, normalize, output_final_state)
-    return complete(layout, q)
-
-
-def _clean_query_backward(
-    g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
-):  # fmt: skip
-    layout = gradients(q, k, lam, weight, second_moment, key_sum)
+def _clean_query_backward(*arguments):
+    grads, saved, past = Gradients(*arguments[:4]), Saved(*arguments[4:9]), Past(*arguments[10:14])
+    weight, centred, normalize, backend = arguments[9], *arguments[14:]
+    q, lam = saved.q, saved.lam
+    layout = gradients(*arguments)
     if q.numel() == 0:
         empty = complete(layout, q)
-        if second_moment is not None:
-            for out, after in zip(empty[3:5], (d_second_moment, d_key_sum), strict=True):
+        if past.second_moment is not None:
+            for out, after in zip(empty[3:5], grads[2:], strict=True):
                 out.zero_() if after is None else out.copy_(after)
         for out in empty[5:]:
             out.zero_()
         return empty
     module = implementation("sigma_q" if lam is None else "clean_query", q, backend)
-    dq, dk, dlam, *d_initial, d_weight, d_bias = module.backward(
-        g, dk_bar, d_second_moment, d_key_sum,
-        q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize,
-    )  # fmt: skip
-    d_initial = (None, None) if second_moment is None else d_initial
-    return complete(layout, q, (dq, dk, dlam, *d_initial, d_weight, d_bias))
+    dq, dk, dlam, *d_initial = module.backward(grads, saved, past, centred, normalize)
+    d_gate: Sequence[Tensor | None] = (None, None)
+    if weight is not None:
+        assert lam is not None  # the gate's
+        dq, *d_gate = run_gate_backward(dlam, q, weight, lam, backend, dq)
+    d_initial = (None, None) if past.second_moment is None else d_initial
+    return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))
 
 
-def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
+def gradients(
+    g, dk_bar, dC, ds, q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, *options
+) -> Layout:
     """Of `ccq::clean_query_backward`."""
     high = stats_dtype(q.dtype)
     return [
@@ -153,14 +151,6 @@ def gradients(q, k, lam, weight, second_moment, key_sum) -> Layout:
         ((0,) if weight is None else weight.shape, high),
         ((0,) if weight is None else weight.shape[:1], high),
     ]
-
-
-def _clean_query_backward_fake(
-    g, dk_bar, d_second_moment, d_key_sum,
-    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend,
-):  # fmt: skip
-    layout = gradients(q, k, lam, weight, second_moment, key_sum)
-    return complete(layout, q)
 
 
 def _setup_context(ctx, inputs, output):
@@ -204,17 +194,22 @@ def _no_vmap(info, in_dims, *args):
     )
 
 
-def register(name: str, forward: tuple, backward: tuple, autograd: Callable, setup_context: Callable) -> None:
-    """An operator and its NAME_backward, each a function and its fake."""
-    for each, (function, fake) in ((name, forward), (f"{name}_backward", backward)):
+def register(
+    name: str, forward: tuple, backward: tuple, autograd: Callable, setup_context: Callable, like: int
+) -> None:
+    """An operator and its NAME_backward, each a function and its layout; `like`: which argument of the latter is q."""
+    for each, (function, layout), at in ((name, forward, 0), (f"{name}_backward", backward, like)):
         torch.library.impl(each, "default", function)
-        torch.library.register_fake(each, fake)
+        torch.library.register_fake(each, functools.partial(_fake, layout, at))
         torch.library.register_vmap(each, _no_vmap)
     torch.library.register_autograd(name, autograd, setup_context=setup_context)
     torch.library.register_autograd(f"{name}_backward", _no_double_backward)
 
 
+def _fake(layout: Callable[..., Layout], at: int, *given):
+    return complete(layout(*given), given[at])
+
+
 register(
-    "ccq::clean_query", (_clean_query, _clean_query_fake), (_clean_query_backward, _clean_query_backward_fake),
-    _backward, _setup_context,
-)  # fmt: skip
+    "ccq::clean_query", (_clean_query, outputs), (_clean_query_backward, gradients), _backward, _setup_context, like=4
+)

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.names import nearest
+from ccq.ops.checks import check_cu_seqlens, check_recurrence
 from ccq.ops.choose import Call, choose
-from ccq.ops.precision import stats_dtype
 from ccq.ops.recurrence import chunk
 
 BACKENDS = ("auto", "chunk", "triton")
@@ -80,38 +80,14 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, backend) -> None:
     """Raise unless the arguments fit together: the message names the argument, what was expected, and what came."""
     if q.ndim != 4 or 0 in q.shape[2:]:
         raise ValueError(f"q: expected shape [B, T, H, K], got {tuple(q.shape)}")
-    batch, length, heads, key_size = q.shape
-    if k.shape != q.shape:
-        raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
-    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] == 0 or v.shape[2] % heads:
-        raise ValueError(
-            f"v: expected shape [{batch}, {length}, Hv, V], Hv a multiple of q's {heads} heads, got {tuple(v.shape)}"
-        )
+    sequences = q.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
+    check_recurrence(q, k, v, g, beta, initial_state, "initial_state", sequences)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
-    per_head = (batch, length, v.shape[2])
-    if g is not None and tuple(g.shape) not in (per_head, tuple(q.shape)):
-        raise ValueError(f"g: expected shape {per_head} or {tuple(q.shape)}, got {tuple(g.shape)}")
-    if beta is not None and tuple(beta.shape) != per_head:
-        raise ValueError(f"beta: expected shape {per_head}, got {tuple(beta.shape)}")
     if beta is not None and g is not None and g.ndim == 4:
-        raise ValueError(f"g: expected one decay a head, {per_head}, with beta (the delta rule), got {tuple(g.shape)}")
+        raise ValueError(f"g: expected one decay a head with beta (the delta rule), got {tuple(g.shape)}")
     if backend not in BACKENDS:
         raise ValueError(
             f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}.{nearest(backend, BACKENDS)}"
         )
-    sequences = batch
-    if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
-        if batch != 1:
-            raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {batch}")
-        sequences = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        shape = (sequences, v.shape[2], key_size, v.shape[3])
-        if tuple(initial_state.shape) != shape or initial_state.dtype != stats_dtype(q.dtype):
-            raise ValueError(
-                f"initial_state: expected {stats_dtype(q.dtype)} of shape {shape}, "
-                f"got {initial_state.dtype} of shape {tuple(initial_state.shape)}"
-            )

@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import FLOATS, check_call, check_gate, check_values, same_device
+from ccq.ops.checks import FLOATS, check_call, check_gate, check_recurrence, check_values, same_device
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean.gating import Gate, gate
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.clean.step import clean_query_step
-from ccq.ops.precision import stats_dtype, unit
+from ccq.ops.precision import unit
 
 
 @dataclass(frozen=True)
@@ -112,22 +112,8 @@ def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or x.dtype not in FLOATS:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: expected a float tensor of shape [B, heads, size], got {what}")
-    batch, heads, size = q.shape
-    value_heads = v.shape[1]
-    if k.shape != q.shape:
-        raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
-    if v.shape[0] != batch or value_heads % heads:
-        raise ValueError(f"v: expected batch {batch} and a multiple of {heads} heads, got {tuple(v.shape)}")
-    expected = (batch, value_heads, size, v.shape[2])
-    if tuple(recurrent.shape) != expected or recurrent.dtype != stats_dtype(q.dtype):
-        raise ValueError(
-            f"recurrent: expected {stats_dtype(q.dtype)} of shape {expected}, "
-            f"got {recurrent.dtype} of shape {tuple(recurrent.shape)}"
-        )
-    if g is not None and tuple(g.shape) not in ((batch, value_heads), (batch, heads, size)):
-        raise ValueError(f"g: expected shape {(batch, value_heads)} or {(batch, heads, size)}, got {tuple(g.shape)}")
-    if beta is not None and tuple(beta.shape) != (batch, value_heads):
-        raise ValueError(f"beta: expected shape {(batch, value_heads)}, got {tuple(beta.shape)}")
+    batch, heads, _ = q.shape
+    check_recurrence(q, k, v, g, beta, recurrent, "recurrent", batch)
     for name, x in (("v", v), ("recurrent", recurrent), ("g", g), ("beta", beta)):
         if x is not None:
             same_device(name, x, q)

@@ -11,7 +11,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 from gluon_interpreter import interpreted
-from test_fused import MODES, compare_with_fp64
+from test_triton import MODES, compare_with_fp64
 
 import ccq.ops.clean.triton
 from ccq.ops.clean.triton import launch

@@ -134,7 +134,7 @@ def test_interpreted_kernels_give_the_loops_values_and_gradients(shape):
 @pytest.mark.parametrize("shape", [{"T": 1000, "B": 2, "Hk": 2}, {"lengths": [0, 700, 3, 129], "Hk": 1}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_kernels_give_the_values_and_gradients_of_fp64_on_a_gpu(dtype, shape, mode):
-    """As test_fused.py has it for q_clean: roundings of the products in the dtype."""
+    """As test_triton.py has it for q_clean: roundings of the products in the dtype."""
     case = to_gpu(make_case(Hq=2, K=128, dtype=dtype, state=True, unit=mode[0] == "none", **shape))
     ref = with_gradients(case.double(), by("chunk", *mode))
     uncancelled = with_gradients(case.double(), by("chunk", mode[0], False))

@@ -165,7 +165,7 @@ def test_bad_arguments_are_named():
     call = ccq.ops.decode_step
     with pytest.raises(ValueError, match=r"k: expected the shape of q"):
         call(q, k[:1], v, recurrent)
-    with pytest.raises(ValueError, match=r"v: expected batch 2 and a multiple of 2 heads"):
+    with pytest.raises(ValueError, match=r"v: expected shape \[2, Hv, V\], Hv a multiple of q's 2 heads"):
         call(q, k, v[:, :1], recurrent)
     with pytest.raises(ValueError, match=r"recurrent: expected torch.float32 of shape"):
         call(q, k, v, recurrent.double())

@@ -1,4 +1,4 @@
-"""The operator in Triton: which kernels run, on which grid. What they compute is said in kernels.py."""
+"""The operator in Triton: which kernels run, on which grid. What they compute is said in __init__.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean.triton import gate as gate_kernels
+from ccq.ops.clean.chunk import Gradients, Past, Saved
 from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
 from ccq.ops.clean.triton.reads import clean_kernel, dk_kernel, finish_kernel
 from ccq.ops.clean.triton.scans import adjoint_kernel, keys_kernel, states_kernel, sums_kernel
@@ -98,13 +98,13 @@ def block_size(key_size: int) -> int:
     return max(16, power_of_2(key_size))
 
 
-def pick_grid(name: str, q: Tensor, k: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, hopper: bool) -> Grid:
+def pick_grid(name: str, q: Tensor, k: Tensor, past: Past, hopper: bool) -> Grid:
     """The grid of a pass; `hopper`: of the kernels of hopper.py, if they take it."""
     work = q.shape[0] * q.shape[1] * q.shape[2]
-    call = Call.of(q, length=q.shape[1], packed=cu_seqlens is not None)
+    call = Call.of(q, length=q.shape[1], packed=past.cu_seqlens is not None)
     hopper = hopper and choose("clean_query", call, "triton") == "hopper"
     config = pick(name, q.dtype, block_size(q.shape[-1]), work, interpreted=not q.is_cuda, hopper=hopper)
-    return Grid(config, q, k, count, cu_seqlens)
+    return Grid(config, q, k, past.seen, past.cu_seqlens)
 
 
 def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
@@ -250,69 +250,39 @@ def dk_tiles(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | None,
-    gate: tuple[Tensor, Tensor] | None,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    output_final_state: bool = True,
+    q: Tensor, k: Tensor, lam: Tensor | None, past: Past, centred: bool, normalize: str, output_final_state: bool = True
 ) -> tuple[Tensor | None, ...]:
     """As `chunk.forward`."""
-    q, lam, second_moment, key_sum, count, cu_seqlens = contiguous(q, lam, second_moment, key_sum, count, cu_seqlens)
+    q, lam = contiguous(q, lam)
+    past = Past(*contiguous(*past))
     if normalize == "none" or not in_rows(k):
         k = k.contiguous()
-    if gate is not None:
-        lam = gate_kernels.forward(q, *gate)
-    grid = pick_grid("clean", q, k, count, cu_seqlens, hopper=lam is not None)  # y by itself is fp32
+    grid = pick_grid("clean", q, k, past, hopper=lam is not None)  # y by itself is fp32
     k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
     final = empty_state(grid, k, output_final_state)
     if centred or output_final_state:
-        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, final[1], groups=1, reverse=False)
-    states = key_states(grid, k_stat, sums, second_moment, centred, final[0])
+        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, past.key_sum, final[1], groups=1, reverse=False)
+    states = key_states(grid, k_stat, sums, past.second_moment, centred, final[0])
     dtype = torch.float32 if lam is None else q.dtype
     out, means = read_tiles(grid, q, k_stat, lam, states, sums, centred, normalize == "unit", dtype)
-    return out, k_stat, k_rnorm, means, lam, *final
+    return out, k_stat, k_rnorm, means, *final
 
 
-def backward(
-    g: Tensor,
-    dk_bar: Tensor | None,
-    d_second_moment: Tensor | None,
-    d_key_sum: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    k_rnorm: Tensor,
-    means: Tensor,
-    lam: Tensor | None,
-    gate_weight: Tensor | None,
-    second_moment: Tensor | None,
-    key_sum: Tensor | None,
-    count: Tensor | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-) -> tuple[Tensor | None, ...]:
+def backward(grads: Gradients, saved: Saved, past: Past, centred: bool, normalize: str) -> tuple[Tensor | None, ...]:
     """As `chunk.backward`."""
-    g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens = contiguous(
-        g, dk_bar, q, k, lam, second_moment, key_sum, count, cu_seqlens
-    )
-    d_second_moment, d_key_sum = contiguous(d_second_moment, d_key_sum)
+    g, dk_bar, d_second_moment, d_key_sum = contiguous(*grads)
+    q, k, k_rnorm, means, lam = contiguous(*saved)
+    past = Past(*contiguous(*past))
     hopper, unit = lam is not None, normalize == "unit"
-    grid = pick_grid("clean", q, k, count, cu_seqlens, hopper)
+    grid = pick_grid("clean", q, k, past, hopper)
     if (d_second_moment is None) != (d_key_sum is None):
         zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
         d_second_moment = zeros if d_second_moment is None else d_second_moment
         d_key_sum = zeros[..., 0].contiguous() if d_key_sum is None else d_key_sum
     k_stat, _, sums = prepare_keys(grid, k, normalize == "stats", centred)
     if centred:
-        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, key_sum, None, groups=1, reverse=False)
-    states = key_states(grid, k_stat, sums, second_moment, centred, None)
-    d_weight = d_bias = None
+        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, past.key_sum, None, groups=1, reverse=False)
+    states = key_states(grid, k_stat, sums, past.second_moment, centred, None)
     if lam is None:  # dy: as if lam were -1, but without the query that y is taken off
         g = g.to(grid.state_dtype)
         read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype)
@@ -327,21 +297,19 @@ def backward(
         read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
         del states, sums
         dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
-        if gate_weight is not None:
-            _, d_weight, d_bias = gate_kernels.backward(dlam, q, gate_weight, lam, dq)
 
-    first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, second_moment is not None)
+    first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, past.second_moment is not None)
     if centred:
         groups = grid.query_heads // grid.key_heads
         run_sums(grid, adjoint.pulls, grid.sum_offsets, grid.per_sums, d_key_sum, first[1], groups, reverse=True)
     elif first[1] is not None:
         first = (first[0], first[1].zero_() if d_key_sum is None else d_key_sum.clone())
-    key_grid = pick_grid("dk", q, k, count, cu_seqlens, hopper)
+    key_grid = pick_grid("dk", q, k, past, hopper)
     states = adjoint_states(key_grid, q, adjoint.weighted, d_second_moment, first[0])
     dk = dk_tiles(
         key_grid, grid, q, k_stat, None if normalize == "none" else k_rnorm, dk_bar, adjoint, states, d_key_sum, centred
     )  # fmt: skip
-    return dq, dk, dlam, *first, d_weight, d_bias
+    return dq, dk, dlam, *first
 
 
 def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:

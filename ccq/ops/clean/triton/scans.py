@@ -62,6 +62,18 @@ def lower_block(index):
     return i, rest
 
 
+@triton.jit
+def block_bounds(i, j, K, BLK: tl.constexpr):
+    """Of block (i, j) of a K x K state: its rows and columns, where it and its mirror image lie, and what is inside."""
+    col_i = i * BLK + tl.arange(0, BLK)
+    col_j = j * BLK + tl.arange(0, BLK)
+    block = col_i[:, None] * K + col_j[None, :]
+    mirror = col_j[:, None] * K + col_i[None, :]
+    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
+    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+    return col_i, col_j, block, mirror, inside, mirrored
+
+
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
     k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, stride, per_sums, eps,
@@ -129,6 +141,13 @@ def sums_kernel(
 
 
 @triton.jit
+def scan_place(pid, H, NSEG, BLOCKS):
+    """Block (i, j), segment, head and sequence of a program that scans."""
+    i, j = lower_block(pid % BLOCKS)
+    return i, j, (pid // BLOCKS) % NSEG, (pid // (BLOCKS * NSEG)) % H, pid // (BLOCKS * NSEG * H)
+
+
+@triton.jit
 def scan_bounds(n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks,
                 VARLEN: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Of sequence n: first token, length, first key sum and first chunk; and the chunks that a segment of it covers."""
@@ -164,21 +183,12 @@ def states_kernel(
     Tensor cores truncate what they add, which in a sum over a million tokens would show: BR tokens are multiplied at a
     time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
     """
-    pid = tl.program_id(0)
-    i, j = lower_block(pid % BLOCKS)
-    segment = (pid // BLOCKS) % NSEG
-    h = (pid // (BLOCKS * NSEG)) % H
-    n = pid // (BLOCKS * NSEG * H)
+    i, j, segment, h, n = scan_place(tl.program_id(0), H, NSEG, BLOCKS)
     begin, length, first_sum, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
     )
-    col_i = i * BLK + tl.arange(0, BLK)
-    col_j = j * BLK + tl.arange(0, BLK)
     nh = n.to(tl.int64) * H + h
-    block = col_i[:, None] * K + col_j[None, :]
-    mirror = col_j[:, None] * K + col_i[None, :]
-    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
-    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+    col_i, col_j, block, mirror, inside, mirrored = block_bounds(i, j, K, BLK)
 
     acc = tl.zeros([BLK, BLK], tl.float32)
     seen = begin * 0  # int64
@@ -227,21 +237,12 @@ def adjoint_kernel(
     S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One block of R = sum (q u^T + u q^T) / t, from the sequence's end to its beginning, as states_kernel for C."""
-    pid = tl.program_id(0)
-    i, j = lower_block(pid % BLOCKS)
-    segment = (pid // BLOCKS) % NSEG
-    h = (pid // (BLOCKS * NSEG)) % H
-    n = pid // (BLOCKS * NSEG * H)
+    i, j, segment, h, n = scan_place(tl.program_id(0), H, NSEG, BLOCKS)
     begin, length, _, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
     )
-    col_i = i * BLK + tl.arange(0, BLK)
-    col_j = j * BLK + tl.arange(0, BLK)
     nh = n.to(tl.int64) * H + h
-    block = col_i[:, None] * K + col_j[None, :]
-    mirror = col_j[:, None] * K + col_i[None, :]
-    inside = (col_i < K)[:, None] & (col_j < K)[None, :]
-    mirrored = (col_j < K)[:, None] & (col_i < K)[None, :]
+    col_i, col_j, block, mirror, inside, mirrored = block_bounds(i, j, K, BLK)
 
     acc = tl.zeros([BLK, BLK], tl.float32)
     if not TOTALS:

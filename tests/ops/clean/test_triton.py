@@ -222,7 +222,7 @@ def test_bf16_correction_errs_by_no_more_than_its_roundings(keys):
 
 def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The chunkwise algorithm with q, k and the scores in bf16 and states in fp32."""
-    keys = chunk.chunk_keys(k, None, None, None, None)
+    keys = chunk.chunk_keys(k, chunk.Past())
     x = chunk.to_grouped_chunks(q.float(), keys)
     p = chunk.scores(keys, x).bfloat16().float()
     y = (p.flatten(2, 3) @ keys.k + x.flatten(2, 3) @ keys.before).view_as(x) / keys.t
