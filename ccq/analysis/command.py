@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,16 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return model.to(arguments.device).eval(), tokenizer
 
 
-def draw(make: Callable[[Any], Iterable[Path]]) -> None:
-    """Make figures, of the module ccq.analysis.figures, and say where they are."""
+def draw(result: dict, path: Path) -> None:
+    """Make the figures of a result, `path` with their names behind it, and say where they are."""
     try:
-        from ccq.analysis import figures
+        from ccq import figures
     except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
         print(f"{missing.name} is not installed: no figure is drawn")
         return
-    for path in make(figures):
-        print(f"Wrote {path}")
+    for figure in figures.of_analysis(result):
+        name = f"{path.name}_{figure.name}" if figure.name else path.name
+        print(f"Wrote {figures.save(figure, path.with_name(f'{name}.png'))}")
 
 
 def describe(model: Any, name: str) -> dict:

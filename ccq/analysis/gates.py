@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         result |= {"identity": asdict(identity), "model": {"name": name}}
     stem = f"gate_{slug(name)}"
     write(arguments.out / f"{stem}.json", result)
-    draw(lambda figures: figures.gate(result, arguments.out, stem))
+    draw(result, arguments.out / stem)
     if "lam" in result:
         for place in PLACES:
             lam = np.array(result["lam"][place])
