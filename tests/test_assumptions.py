@@ -12,7 +12,7 @@ from ccq.evaluate import Options, harness, longbench, niah
 from ccq.model import CCQConfig
 from ccq.ops.precision import EPS
 from ccq.recipes import recipe
-from ccq.report.numbers import SEEDS
+from ccq.report.results import SEEDS
 from ccq.train.config import Data, Optimizer
 
 ROOT = Path(__file__).parent.parent

@@ -24,13 +24,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq import tables
+from ccq import tables as screen
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
 from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
 from ccq.ops.precision import unit
+from ccq.report.collect import Collection, Source
+from ccq.report.paper import load as papers
+from ccq.report.table import Block, Cell, Row, Table, analysis_row, signed
 from ccq.systems import Identity
 
 TOP = 16
@@ -274,9 +277,7 @@ def main(argv: Sequence[str]) -> int:
         "untrained": arguments.untrained,
     }
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    finish(
-        result, arguments.out, lambda figures, stem: figures.alignment(result, arguments.figures or arguments.out, stem)
-    )
+    finish(result, arguments.out, arguments.figures)
     show(result)
     return 0
 
@@ -293,4 +294,74 @@ def show(result: dict) -> None:
                     top = "/".join(map(str, part["directions"]))
                     rows.append((point, group, top, f"{row['mean']:+.3f}", layers, thirds))
     columns = ("keys", "tokens", "top", "mean gap", "negative layers", "by thirds of depth")
-    tables.show(columns, rows, f"gap of alignment: {result['model']['name']}", left=2, width=100)
+    screen.show(columns, rows, f"gap of alignment: {result['model']['name']}", left=2, width=100)
+
+
+def shown(value: float | None) -> str:
+    """A model of two layers has no middle third, and a short prompt may lack a group of tokens."""
+    return "–" if value is None else signed(value, 3)
+
+
+def isotropic(part: dict) -> str:
+    """The share of keys without structure; several where heads differ in size."""
+    shares = part["of_isotropic_keys"]
+    return ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
+
+
+def tables(found: Collection) -> list[Table]:
+    """The gap in the top 16 directions, the paper's models and every model measured here; and beside its controls."""
+    sources = found.of("analysis", "alignment")
+    if not sources:
+        return []
+    theirs, ours = [], []
+    for fact in (papers().facts["gap_qwen3"], papers().facts["gap_gated_deltanet"]):
+        layers = f"{fact.layers} of {fact.layers}"
+        values = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
+        theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in values], "paper"))
+    for source in sources:
+        for point, content in source.content["points"].items():
+            part = content["top"]["16"]
+            row = part["unique"]
+            values = (
+                point,
+                isotropic(part),
+                shown(row["mean"]),
+                f"{row['negative_layers']} of {len(row['by_layer'])}",
+                ", ".join(shown(x) for x in row["thirds"]),
+                shown(part["needle"]["mean"]),
+            )
+            ours.append(analysis_row(source.title, [source], values))
+    head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
+    caption = "Gap of alignment: needle tokens that are unique, less the filler"
+    first = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
+    return [first, *control_table(sources)]
+
+
+def control_table(sources: Sequence[Source]) -> list[Table]:
+    """The gap of what is asked for beside that of what is planted, near or rare: is it more than rarity?"""
+    rows = []
+    for source in sources:
+        for point, content in source.content["points"].items():
+            # once where 16 directions are an eighth of all
+            for part in {tuple(part["directions"]): part for part in content["top"].values()}.values():
+                beyond = part.get("novel minus planted")
+                if beyond is None:
+                    continue
+                error = "" if beyond["error_of_mean"] is None else f" ± {beyond['error_of_mean']:.3f}"
+                clear = f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']}"
+                values = (
+                    point,
+                    str(part["directions"][0]),
+                    shown(part["novel"]["mean"]),
+                    shown(part["planted"]["mean"]),
+                    f"{shown(beyond['mean'])}{error}",
+                    f"{clear} of {len(beyond['by_layer'])}",
+                    shown(part["near"]["mean"]),
+                    shown(part["rare"]["mean"]),
+                )
+                rows.append(analysis_row(source.title, [source], values))
+    if not rows:
+        return []
+    head = ["model", "keys", "top", "new thing, asked for", "planted, not asked for", "difference",
+            "layers where it is clearly below, above", "filler around the needle", "rare filler"]  # fmt: skip
+    return [Table("control", "Gap of alignment beside its controls", head, [Block("", rows)])]

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,18 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return load_model(arguments.model, arguments.device, dtype), tokenizer
 
 
-def finish(result: dict, out: Path, make: Callable[[Any, str], Iterable[Path]]) -> None:
-    """Write the result of a kind, and its figures: `make` gets the module ccq.analysis.figures and how names begin."""
+def finish(result: dict, out: Path, figures_in: Path | None = None) -> None:
+    """Write the result of a kind and its figures, and say where they are."""
     stem = f"{result['kind']}_{slug(result['model']['name'])}"
     write(out / f"{stem}.json", result)
     try:
-        from ccq.analysis import figures
+        from ccq import figures
     except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
         print(f"{missing.name} is not installed: no figure is drawn")
         return
-    for path in make(figures, stem):
-        print(f"Wrote {path}")
+    for figure in figures.of_analysis(result):
+        name = f"{stem}_{figure.name}" if figure.name else stem
+        print(f"Wrote {figures.save(figure, (figures_in or out) / f'{name}.png')}")
 
 
 def describe(model: Any, name: str) -> dict:

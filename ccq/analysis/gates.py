@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
         config = arguments.run / "config.json"  # the log by itself does not say what it is of
         identity = read(config).identity if config.exists() else Identity(name)
         result |= {"identity": asdict(identity), "model": {"name": name}}
-    finish(result, arguments.out, lambda figures, stem: figures.gate(result, arguments.out, stem))
+    finish(result, arguments.out)
     if "lam" in result:
         for place in PLACES:
             lam = np.array(result["lam"][place])

@@ -18,9 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ccq import tables
+from ccq import tables as screen
 from ccq.analysis.errors import AnalysisError
 from ccq.mixers import QueryCleaner
+from ccq.report.collect import Collection, Source
+from ccq.report.table import NOT_RUN, Block, Table, analysis_row, needle, number, tokens_label
+
+COLUMNS = 16  # that a table of any scores has at most
 
 
 def cleaners(model: nn.Module) -> list[QueryCleaner]:
@@ -151,4 +155,60 @@ def show(rows: list[dict]) -> None:
                 known = got is not None and value is not None and row is not rows[0]
                 change = f"{got - value:+.2f}" if known else ""
                 shown.append((suite, score, row["intervention"], "-" if got is None else f"{got:.2f}", change))
-    tables.show(("suite", "score", "lam", "value", "change"), shown, left=3)
+    screen.show(("suite", "score", "lam", "value", "change"), shown, left=3)
+
+
+def tables(found: Collection) -> list[Table]:
+    """A row a model and change of lam, its scores from all files that ask it other things."""
+    notes = []
+    sources = found.of("analysis", "intervene")
+    asked = list(dict.fromkeys(name for source in sources for row in source.content["rows"] for name in scores_of(row)))
+    several = len({suite for suite, _ in asked}) > 1
+    if not several and asked and asked[0][0] == "niah":  # models may have been asked at other lengths
+        asked.sort(key=lambda name: needle(name[1]))
+    names = asked[:COLUMNS]
+    if len(asked) > COLUMNS:
+        notes.append(f"{len(asked) - COLUMNS} more scores are in {', '.join(source.name for source in sources)}.")
+    rows: list[tuple[tuple, list[Source], dict]] = []  # whose, from which files, and its scores
+    for source in sources:
+        some = 0
+        for row in source.content["rows"]:
+            if "-layers-" in row["intervention"]:
+                some += 1
+                continue
+            lam = {"none": "as trained"}.get(row["intervention"], row["intervention"])
+            whose, scores = (source.identity, f"{source.title}, lam {lam}"), scores_of(row)
+            same = [(mine, known) for who, mine, known in rows if who == whose and not known.keys() & scores.keys()]
+            if source.seed is not None and same:  # else they need not be of one model
+                mine, known = same[0]
+                mine.append(source)
+                known |= scores
+            else:
+                rows.append((whose, [source], scores))
+        if some:
+            notes.append(f"{source.title}: {some} more rows, each with some layers changed, are in {source.name}.")
+    if not rows:
+        return []
+    shown = []
+    for (_, label), mine, scores in rows:
+        made = analysis_row(label, mine, ["" if (x := scores.get(name)) is None else number(x) for name in names])
+        made.cells = [cell if cell.text else NOT_RUN for cell in made.cells]
+        shown.append(made)
+    head = [f"{suite}: {score}" if several else asked_label(suite, score) for suite, score in names]
+    return [Table("intervene", "Cleaning changed at inference", ["", *head], [Block("", shown)], notes)]
+
+
+def scores_of(row: dict) -> dict[tuple[str, str], float | None]:
+    return {(suite, name): value for suite, scores in row["suites"].items() for name, value in scores.items()}
+
+
+def asked_label(suite: str, score: str) -> str:
+    """A score in few words, as the paper's table of needles has them.
+
+    >>> asked_label("niah", "niah_single_1/4096"), asked_label("length", "pg19/4096")
+    ('S1 4K', 'pg19/4096')
+    """
+    if suite == "niah" and score.startswith("niah_single_"):
+        task, length = needle(score)
+        return f"S{task.removeprefix('niah_single_')} {tokens_label(length)}"
+    return score

@@ -28,6 +28,11 @@ from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
 from ccq.ops.precision import unit
+from ccq.report.collect import Collection
+from ccq.report.results import mean
+from ccq.report.table import Block, Table, analysis_row
+
+MEASURES = ("mean", "best", "rank")
 
 
 def scores(
@@ -141,9 +146,31 @@ def main(argv: Sequence[str]) -> int:
     name = arguments.name or name_of(arguments.model)
     result = {"kind": "margin", **describe(model, name), "lam": arguments.lam}
     result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
-    finish(result, arguments.out, lambda figures, stem: [figures.margin(result, arguments.out, stem)])
+    finish(result, arguments.out)
     print(
         f"cleaning widens the mean margin in {result['wider_cells']} of {result['cells']} cells (layer and head), "
         f"and the best against the best in {result['wider_cells_best']}"
     )
     return 0
+
+
+def tables(found: Collection) -> list[Table]:
+    """Needle against distractors at the reading token, without and with cleaning: means over layers and heads."""
+    rows = []
+    for source in found.of("analysis", "margin"):
+        content = source.content
+        table = {name: mean(x for layer in layers for x in layer) for name, layers in content["table"].items()}
+        values = [f"{table['lam']:.3f}, {'its own' if content['own_lam'] else 'given'}"]
+        for what, digits in (("mean", 3), ("best", 3), ("rank", 1)):
+            both = (f"{table[f'{name} {what}']:.{digits}f}".replace("-", "−") for name in ("without", "with"))
+            values.append(" → ".join(both))
+        values += [f"{content[name]} of {content['cells']}" for name in ("wider_cells", "wider_cells_best")]
+        rows.append(analysis_row(source.title, [source], values, f"{content['prompts']} prompts"))
+    if not rows:
+        return []
+    head = ["model", "lam", "mean less mean", "best less best", "rank of the needle",
+            "heads where the mean margin widens", "the best's"]  # fmt: skip
+    notes = ["Scores of unit keys at the last token of needle prompts, without → with cleaning; means over layers and "
+             "heads. Rank 1: above all distractors."]  # fmt: skip
+    title = "Margin of the needle over distractors (not in the paper)"
+    return [Table("margin", title, head, [Block("", rows)], notes)]

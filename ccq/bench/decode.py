@@ -16,7 +16,11 @@ import torch
 
 from ccq.bench import systems
 from ccq.bench.results import write
+from ccq.bench.tables import BATCH, RANGE, find, noted, over, quoted, row_kind, spread, timed
 from ccq.bench.timing import graph_time, wall_time
+from ccq.report.collect import Collection, Source
+from ccq.report.paper import load, numbers_of
+from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks
 from ccq.systems import SYSTEMS
 from ccq.tables import LiveTable
 
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "step_ms": step._asdict(), "plain_ms": plain._asdict(),
                 "step_tok_s": 1e3 * args.batch / step.median,
                 "generate_tok_s": args.batch * args.tokens / (long - short),
-                "paper_tok_s": systems.PAPER.get(system, {}).get("decode_tok_s"),
+                "paper_tok_s": next(iter(numbers_of("inference", system)[1:]), None),
             }  # fmt: skip
             rows.append(row)
             base = systems.row_of(rows, SYSTEMS[system].family) or row
@@ -77,3 +81,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.warm:
         write(args, {"note": args.note, "rows": rows})
     return 0
+
+
+def tables(found: Collection) -> list[Table]:
+    """The paper's table of inference, with what `ccq bench prefill` and `decode` measured beside it."""
+    prefills, decodes = found.of("bench", "prefill"), found.of("bench", "decode")
+    told = load().tables["inference"]
+
+    def cell(sources: list[Source], system: str, value: str, **wanted: object) -> Cell:
+        mine = find(sources, system=system, size="1.3b", B=BATCH, **wanted)
+        if mine is None:
+            return NOT_RUN
+        base = find(sources, system=SYSTEMS[system].control, size="1.3b", B=BATCH, **wanted)
+        if not isinstance(mine[0][value], dict):
+            return timed(f"{mine[0][value]:.0f}{over(mine[0][value], base and base[0][value])}", "", mine[1])
+        if value == "step_ms":
+            return timed(*spread(mine[0][value]), mine[1])
+        text, small = spread(mine[0][value], digits=0)
+        return timed(text + over(mine[0][value]["median"], base and base[0][value]["median"]), small, mine[1])
+
+    rows = []
+    for system in systems.COMPARED:
+        cells = [
+            quoted("inference", system, "4K prefill, ms"),
+            cell(prefills, system, "wall_ms", T=4096),
+            quoted("inference", system, "decode, tokens/s"),
+            *(cell(decodes, system, value) for value in ("generate_tok_s", "step_tok_s", "step_ms")),
+        ]
+        rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
+    both, notes = [*prefills, *decodes], []
+    if both:
+        notes.append(
+            f"Here: one GPU, bf16, random weights; in brackets what CCQ changes{noted(both)}. `generate` is what a "
+            f"user gets, the step is one CUDA graph. {marks(both)}"
+        )
+        notes.append(RANGE)
+    head = [
+        "",
+        "4K prefill, ms, paper",
+        "here",
+        "decode, tokens/s, paper",
+        "here: `generate`",
+        "here: graph step",
+        "ms",
+    ]
+    return [Table("inference", f"{told.title}, one GPU ({told.label})", head, [Block("", rows)], notes)]

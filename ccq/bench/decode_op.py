@@ -18,8 +18,12 @@ import torch
 
 from ccq.bench.op import measure_ceilings
 from ccq.bench.results import make_parser, write
+from ccq.bench.tables import RANGE, newest, row_kind, spread, timed
 from ccq.bench.timing import graph_time
 from ccq.ops import Cleaning, CovarianceState, decode_step
+from ccq.report.collect import Collection
+from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks
+from ccq.systems import SYSTEMS
 from ccq.tables import LiveTable
 
 VARIANTS = ("fla", "unit", "ours")
@@ -125,3 +129,38 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )  # fmt: skip
     write(args, {"timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
     return 0
+
+
+def tables(found: Collection) -> list[Table]:
+    """A layer's state update and read for one token, of the newest file."""
+    source = newest(found, "decode-op")
+    if source is None:
+        return []
+    measured = {(r["backbone"], r["variant"], r["B"]): r for r in source.content["rows"]}
+    batches = sorted({r["B"] for r in source.content["rows"]})
+    copy = source.content["ceilings"]["byte_per_s"]
+    rows = []
+    for backbone, system in (("gla", "gla"), ("gdn", "gated-deltanet")):
+        for variant, by in (("fla", ", by fla"), ("unit", ", by ccq"), ("ours", "")):
+            cells = []
+            for batch in batches:
+                row, base = measured.get((backbone, variant, batch)), measured.get((backbone, "unit", batch))
+                if row is None:
+                    cells.append(NOT_RUN)
+                    continue
+                text, small = spread(row["ms"], 1e3, 1)
+                if variant == "ours" and base is not None:
+                    text += f" ({row['ms']['median'] / base['ms']['median']:.2f}×)"
+                cells.append(timed(f"{text}, {row['byte_per_s'] / copy:.0%}", small, source))
+            name = system if by else f"ccq-{system}"
+            rows.append(Row(Cell(SYSTEMS[name].label + by), cells, row_kind(name)))
+    first = source.content["rows"][0]
+    notes = [
+        f"CUDA-graph time on one GPU, {first['H']} heads of {first['K']}/{first['V']}, {first['dtype']} inputs, fp32 "
+        f"states, none of them in the cache. In brackets: over the backbone by ccq. In percent: of the "
+        f"{copy / 1e12:.1f} TB/s at which this GPU copies, counting each state once in and once out. {marks([source])}",
+        RANGE,
+    ]
+    head = ["one token of a layer, µs", *(f"batch {batch}" for batch in batches)]
+    title = "One token of a layer, microseconds (not in the paper)"
+    return [Table("decode-op", title, head, [Block("", rows)], notes)]

@@ -14,8 +14,12 @@ import torch
 
 from ccq.bench import systems
 from ccq.bench.results import write
+from ccq.bench.tables import newest, noted, timed
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import RequestSet
+from ccq.report.collect import Collection
+from ccq.report.table import Block, Cell, Row, Table, marks, scale_label
+from ccq.systems import SYSTEMS
 from ccq.tables import LiveTable
 
 
@@ -90,3 +94,25 @@ def both_ways(model, asked: RequestSet, contexts: int) -> dict | None:
         "contexts": len(groups[:contexts]), "requests": len(some), "plain_seconds": seconds["plain"],
         "shared_seconds": seconds["shared"], "changed_answers": changed, "largest_difference": difference,
     }  # fmt: skip
+
+
+def tables(found: Collection) -> list[Table]:
+    """How long suites take, of the newest file."""
+    source = newest(found, "eval")
+    if source is None:
+        return []
+    rows, notes = [], []
+    for row in source.content["rows"]:
+        cells = (f"{row['requests']:,}", f"{row['tokens']:,}", f"{row['seconds']:,.0f}",
+                 f"{row['samples_per_second']:,.1f}")  # fmt: skip
+        label = f"{SYSTEMS[row['system']].label}, {scale_label(row['size'])}: {row['suite']}"
+        rows.append(Row(Cell(label), [timed(text, "", source) for text in cells]))
+        if both := row.get("both_ways"):
+            notes.append(
+                f"{label}: with the prefill of equal contexts shared, {both['changed_answers']:,} of "
+                f"{both['contexts']:,} likeliest answers change in {row['dtype']}; {both['shared_seconds']:.1f} s "
+                f"against {both['plain_seconds']:.1f} s."
+            )
+    notes.append(f"One GPU, random weights{noted([source])}. {marks([source])}")
+    head = ["suite", "requests", "tokens", "seconds", "samples a second"]
+    return [Table("evaluation", "Answering a suite", head, [Block("", rows)], notes)]

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 
 from ccq.bench import op
 from ccq.bench.results import make_parser, write
+from ccq.bench.tables import LAYERS, RANGE, find, noted, quoted, spread, timed
 from ccq.bench.timing import graph_time, wall_time
+from ccq.report.collect import Collection
+from ccq.report.paper import load
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, marks
+from ccq.systems import SYSTEMS
 from ccq.tables import LiveTable
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 RECURRENCES: dict[str, Callable] = {}
 VARIANTS = ("fla", "unit", "composed", "ours")
-# the paper's cells, milliseconds on an H200: fwd+bwd 4K, forward 4K, forward 8K
-PAPER = {
-    ("gla", "fla"): (2.28, 0.75, 0.96),
-    ("gla", "ours"): (3.50, 1.20, 1.37),
-    ("gdn", "fla"): (6.26, 1.95, 2.98),
-    ("gdn", "ours"): (8.06, 2.24, 3.67),
-}
+PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
 
 
 def make_layer(backbone: str, variant: str) -> nn.Module:
@@ -113,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if backbone == "gdn" and variant == "unit":
                     continue  # fla's Gated DeltaNet is that
                 layer = make_layer(backbone, variant)
-                for column, (backward, length) in enumerate(((True, 4096), (False, 4096), (False, 8192))):
+                for name, length in PASSES:
+                    backward = name != "forward"
                     call = calls(layer, length, backward)
                     if args.warm:
                         call()
@@ -121,10 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         continue
                     row: dict = {
                         "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16",
-                        "pass": "forward and backward" if backward else "forward",
+                        "pass": name,
                         "graph_ms": graph_time(call, inner=3)._asdict(), "wall_ms": wall_time(call)._asdict(),
                         "peak_bytes": peak_memory(call),
-                        "paper_ms": PAPER.get((backbone, variant), (None, None, None))[column],
+                        "paper_ms": paper_ms(backbone, variant, name, length),
                     }  # fmt: skip
                     rows.append(row)
                     control = next(
@@ -144,3 +144,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
         write(args, {"note": args.note, "shape": shape, "rows": rows})
     return 0
+
+
+def paper_ms(backbone: str, variant: str, name: str, length: int) -> float | None:
+    """The paper's cell, on an H200."""
+    return load().tables["layer"].value("1.3b", LAYERS.get((backbone, variant), ""), heading(name, length))
+
+
+def heading(name: str, length: int) -> str:
+    return f"{name}, {length // 1024}K"
+
+
+def tables(found: Collection) -> list[Table]:
+    """The paper's per-layer table, with what was measured here beside it."""
+    sources = found.of("bench", "layer")
+    rows = []
+    for backbone, system in (("gla", "gla"), ("gdn", "gated-deltanet")):
+        alone = "unit" if backbone == "gla" else "fla"
+
+        def cell(
+            variant: str, name: str, length: int, value: str, backbone: str = backbone, alone: str = alone
+        ) -> Cell:
+            mine, control = (
+                find(sources, backbone=backbone, variant=which, T=length, **{"pass": name})
+                for which in (variant, alone)
+            )
+            if mine is None:
+                return NOT_RUN
+            if value == "peak_bytes":
+                text, small, of = f"{mine[0][value] / 2**30:.2f} GiB", "", lambda row: row["peak_bytes"]
+            else:
+                (text, small), of = spread(mine[0][value]), lambda row: row["graph_ms"]["median"]
+            if control is not None and variant in ("ours", "composed"):
+                text += f" ({of(mine[0]) / of(control[0]):.2f}×)"
+            return timed(text, small, mine[1])
+
+        for variant in VARIANTS:
+            name = LAYERS.get((backbone, variant), f"ccq-{system}")
+            if (backbone, variant) == ("gdn", "unit"):
+                continue  # fla's Gated DeltaNet is that
+            composed = ", composed from fla" if variant == "composed" else ""
+            cells = []
+            for column in PASSES:
+                told = NOT_IN_PAPER if composed else quoted("layer", name, heading(*column), ratio=system)
+                cells += [told, cell(variant, *column, "graph_ms")]
+            cells.append(cell(variant, *PASSES[0], "peak_bytes"))
+            rows.append(Row(Cell(SYSTEMS[name].label + composed), cells, "ours" if variant == "ours" else ""))
+    notes = []
+    if sources:
+        notes.append(
+            f"Here: CUDA-graph time of one GPU, the median; in brackets over the backbone with unit q and k"
+            f"{noted(sources)}. {marks(sources)} The paper's is wall clock on one H200, its ratios over GLA without "
+            "unit q and k."
+        )
+        notes.append(RANGE)
+    paper = load().tables["layer"]
+    head = ["one layer, ms", *(part for c in paper.columns for part in (f"{c.heading}, paper", "here")), "peak memory"]
+    return [Table("layer", f"{paper.title} ({paper.label})", head, [Block("", rows)], notes)]

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from ccq.bench.results import make_parser, write
+from ccq.bench.tables import RANGE, newest, noted, spread, timed
 from ccq.bench.timing import graph_time
 from ccq.ops import Gate, clean_query
+from ccq.report.collect import Collection
+from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks
 from ccq.tables import LiveTable
 
 PASSES = ("forward", "forward and backward")
@@ -121,3 +124,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )
     write(args, {"timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
     return 0
+
+
+def tables(found: Collection) -> list[Table]:
+    """The cleaning alone, of the newest file."""
+    source = newest(found, "op")
+    if source is None:
+        return []
+    rows = []
+    for batch, length in dict.fromkeys((r["B"], r["T"]) for r in source.content["rows"]):
+        here = {(r["name"], r["pass"]): r for r in source.content["rows"] if (r["B"], r["T"]) == (batch, length)}
+        times = {key: spread(row["ms"], 1e3, 0) for key, row in here.items()}
+        shown = (("ours", PASSES[0]), ("with gate", PASSES[0]), ("ours", PASSES[1]))
+        cells = [timed(*times[key], source) if key in times else NOT_RUN for key in shown]
+        theirs = [times[key][0] for key in (("composed", which) for which in PASSES) if key in times]
+        cells.append(timed(", ".join(theirs), "", source) if theirs else NOT_RUN)
+        floors = [1e3 * here["ours", which]["floor_ms"] for which in PASSES]
+        cells.append(timed(", ".join(f"{floor:.0f}" for floor in floors), "", source))
+        rows.append(Row(Cell(f"batch {batch}, {length:,} tokens"), cells))
+    first = source.content["rows"][0]
+    notes = [
+        f"CUDA-graph time on one GPU, {first['H']} heads of {first['K']}, {first['dtype']}{noted([source])}. Two "
+        "numbers: forward, forward and backward. The floor is the larger of the FLOPs over the rate of a large "
+        f"product, and the bytes over the bandwidth of a large copy. {marks([source])}",
+        RANGE,
+    ]
+    head = ["cleaning alone, µs", "forward", "with the gate", "forward and backward", "composed from fla", "floor"]
+    return [Table("op", "Cleaning alone, microseconds (not in the paper)", head, [Block("", rows)], notes)]

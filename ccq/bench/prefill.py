@@ -12,6 +12,7 @@ import torch
 from ccq.bench import systems
 from ccq.bench.results import write
 from ccq.bench.timing import wall_time
+from ccq.report.paper import numbers_of
 from ccq.systems import SYSTEMS
 from ccq.tables import LiveTable
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = {
                     "system": system, "size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16",
                     "wall_ms": timing._asdict(), "peak_bytes": torch.cuda.max_memory_allocated(),
-                    "paper_ms": systems.PAPER.get(system, {}).get("prefill_ms"),
+                    "paper_ms": next(iter(numbers_of("inference", system)), None),
                 }  # fmt: skip
                 rows.append(row)
                 base = systems.row_of(rows, SYSTEMS[system].family) or row

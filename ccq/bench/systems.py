@@ -1,4 +1,4 @@
-"""Whole models for the benchmarks: presets with random weights, and the paper's numbers for them."""
+"""Whole models for the benchmarks: presets with random weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from ccq.names import nearest
 from ccq.systems import SYSTEMS, compared
 
 COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
-# the paper's, 1.3B on one H200, batch 8: prefill of 4K in ms, decoding in tokens/s
-PAPER = {
-    "gla": {"prefill_ms": 198, "decode_tok_s": 454},
-    "ccq-gla": {"prefill_ms": 217, "decode_tok_s": 298},
-    "gated-deltanet": {"prefill_ms": 189, "decode_tok_s": 457},
-    "ccq-gated-deltanet": {"prefill_ms": 204, "decode_tok_s": 297},
-}
 
 
 def parser(kind: str, about: str | None) -> argparse.ArgumentParser:

@@ -13,17 +13,13 @@ import torch
 
 from ccq.bench.results import make_parser, write
 from ccq.bench.systems import COMPARED, listed, row_of
+from ccq.bench.tables import find, newest, noted, over, quoted, row_kind, timed
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
+from ccq.report.collect import Collection, Source
+from ccq.report.paper import load, numbers_of
+from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks, scale_label
 from ccq.systems import SYSTEMS, recipe_name
-
-# The paper's full 1.3B runs, a GPU of eight with FSDP at 64K tokens a GPU: tokens/s and peak GiB. Ratios compare.
-PAPER = {
-    "gla": (41.6e3, 87.5),
-    "ccq-gla": (34.8e3, 99.9),
-    "gated-deltanet": (45.1e3, 81.5),
-    "ccq-gated-deltanet": (37.8e3, 93.6),
-}
 
 
 def batch_of(tokens: int, length: int, vocabulary: int, step: int) -> Batch:
@@ -87,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row |= measure(trainer, args.tokens, length, args.steps, args.warmup)
                 flops = info(model_config(config.model), length).train_flops
                 row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
-                row["paper"] = PAPER.get(system) if args.size == "1.3b" and length == 4096 else None
+                row["paper"] = (
+                    (numbers_of("training", system) or None) if (args.size, length) == ("1.3b", 4096) else None
+                )
                 control = row_of(rows, SYSTEMS[system].control, length=length)
                 rows.append(row)
                 print(describe(row, control), flush=True)
@@ -109,3 +107,58 @@ def describe(row: dict, control: dict | None) -> str:
         f"{row['system']:<20} T {row['length']:<6} {row['tokens_per_second']:8,.0f} tok/s{ratio('tokens_per_second')}"
         f"   MFU {mfu}   {row['peak_gib']:.1f} GiB{ratio('peak_gib')}{paper}"
     )
+
+
+def tables(found: Collection) -> list[Table]:
+    """The paper's table of training with ours beside it, and steps over the length of sequences."""
+    sources = found.of("bench", "train")
+    told = load().tables["training"]
+    rows = []
+    for system in (*COMPARED, "transformer"):
+        mine, base = (
+            find(sources, system=name, size="1.3b", length=4096) for name in (system, SYSTEMS[system].control)
+        )
+        cells = []
+        for column, key, form in ((told.columns[0], "tokens_per_second", ",.0f"), (told.columns[1], "peak_gib", ".1f")):
+            cells.append(quoted("training", system, column.heading))
+            text = f"{mine[0][key]:{form}}{over(mine[0][key], base and base[0][key])}" if mine else ""
+            cells.append(timed(text, "", mine[1]) if mine else NOT_RUN)
+        rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
+    notes = [
+        "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
+    ]
+    if sources:
+        tokens = sources[-1].content["rows"][0]["tokens"]
+        notes.append(f"Here: {tokens:,} tokens a step on one GPU{noted(sources)}. {marks(sources)}")
+    head = ["", "tokens/s a GPU, paper (8 GPUs)", "here (one GPU)", "peak GiB a GPU, paper (8 GPUs)", "here (one GPU)"]
+    made = [Table("training", f"{told.title} ({told.label})", head, [Block("", rows)], notes)]
+    source = newest(found, "train")
+    return made if source is None else [*made, lengths_table(source)]
+
+
+def lengths_table(source: Source) -> Table:
+    """The numbers of the figure of throughput."""
+    measured = {(r["system"], r["size"], r["length"]): r for r in source.content["rows"]}
+    lengths = sorted({length for _, _, length in measured})
+    rows = []
+    for system, size in dict.fromkeys((system, size) for system, size, _ in measured):
+        cells = []
+        for length in lengths:
+            row, base = measured.get((system, size, length)), measured.get((SYSTEMS[system].control, size, length))
+            if row is None:
+                cells.append(NOT_RUN)
+                continue
+            used = "" if row.get("mfu") is None else f"MFU {row['mfu']:.0%}, "
+            rate = (
+                f"{row['tokens_per_second']:,.0f}{over(row['tokens_per_second'], base and base['tokens_per_second'])}"
+            )
+            cells.append(timed(rate, f"{used}{row['peak_gib']:.1f} GiB", source))
+        rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))
+    first = source.content["rows"][0]
+    notes = [
+        f"Tokens a second on one GPU, {first['tokens']:,} tokens a step, {first['dtype']}{noted([source])}; in "
+        f"brackets what CCQ changes. {marks([source])}",
+        "Small print in a cell: the share of the GPU's peak FLOP/s, and the peak of memory.",
+    ]
+    head = ["", *(f"{length:,} tokens" for length in lengths)]
+    return Table("lengths", "Training over the length of sequences", head, [Block("", rows)], notes)

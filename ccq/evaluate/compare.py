@@ -35,16 +35,21 @@ def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
         result = read_json(path, EvaluationError, "a result of `ccq eval`")
         if not isinstance(result, dict) or not {"suite", "scores", "samples"} <= result.keys():
             continue
-        lines = path.with_suffix(".jsonl")
-        if stored(lines) is None:
-            raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
-        rows = sources.rows(lines, ["id", "group", "score"])
-        if len(rows) != (count := result["samples"].get("count", len(rows))):
-            raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
-        found[result["suite"]] = (result, grouped(rows))
+        found[result["suite"]] = (result, samples_of(path, result))
     if not found:
         raise EvaluationError(f"{run} has no results: expected a folder that `ccq eval --out` wrote")
     return found
+
+
+def samples_of(path: Path, result: dict) -> dict[str, list[dict]]:
+    """{group: sample rows} that lie beside a result."""
+    lines = path.with_suffix(".jsonl")
+    if stored(lines) is None:
+        raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
+    rows = sources.rows(lines, ["id", "group", "score"])
+    if len(rows) != (count := result["samples"].get("count", len(rows))):
+        raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
+    return grouped(rows)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,13 @@ def paired_average(groups: Sequence[str], first: dict[str, list[dict]], second: 
     return verdict(parts)
 
 
+def difference(group: str, score: dict, first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
+    """Of a score of a result, which may be an average over groups."""
+    if score["aggregate"] == "average":
+        return paired_average(score["of"], first, second)
+    return paired(first[group], second[group], score["aggregate"])
+
+
 def verdict(parts: Sequence[Part]) -> dict:
     """Of the mean difference: its interval, and p, twice the smaller share of draws on one side of zero.
 
@@ -140,13 +152,8 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
         for group, score in results[0]["scores"].items():
             if not all(group in result["scores"] for result in results):
                 continue
-            differences = []
-            for run in read_runs[1:]:
-                one, two = read_runs[0][suite][1], run[suite][1]
-                if score["aggregate"] == "average":
-                    differences.append(paired_average(score["of"], one, two))
-                else:
-                    differences.append(paired(one[group], two[group], score["aggregate"]))
+            one, *others = (run[suite][1] for run in read_runs)
+            differences = [difference(group, score, one, two) for two in others]
             row = {"values": [result["scores"][group]["value"] for result in results], "differences": differences}
             table[suite][group] = row | {"better": "lower" if score["aggregate"] == "perplexity" else "higher"}
     return {"runs": [str(run) for run in runs], "suites": table, "notes": notes}

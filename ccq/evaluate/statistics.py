@@ -54,6 +54,41 @@ def grouped(rows: Sequence[dict]) -> dict[str, list[dict]]:
     return groups
 
 
+def error_of_mean(values: Sequence[float]) -> float:
+    n, middle = len(values), sum(values) / len(values)
+    return math.sqrt(sum((x - middle) ** 2 for x in values) / (n - 1) / n)
+
+
+def chance(values: Sequence[float]) -> float:
+    """p of a mean so far from zero were it zero: both sides of Student's t with n - 1 degrees of freedom.
+
+    With t = sqrt(n - 1) tan(a) its density is that of cos(a)^(n - 2) over angles.
+
+    >>> round(chance([1.0, 2.0, 3.0]), 4)
+    0.0742
+    """
+    error, freedom, middle = error_of_mean(values), len(values) - 1, abs(sum(values)) / len(values)
+    if error == 0:
+        return 1.0 if middle == 0 else 0.0
+    first = math.atan(middle / error / math.sqrt(freedom))
+    tail, whole = (np.cos(np.linspace(a, math.pi / 2, 2001)) ** (freedom - 1) * (math.pi / 2 - a) for a in (first, 0.0))
+    return float(np.trapezoid(tail) / np.trapezoid(whole))
+
+
+def holm(chances: Sequence[float], level: float = 0.05) -> list[bool]:
+    """Which of several tests survive Holm's correction: the k-th smallest p must be below level / (number - k + 1).
+
+    >>> holm([0.04, 0.001, 0.03])
+    [False, True, False]
+    """
+    survive = [False] * len(chances)
+    for rank, at in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        if chances[at] > level / (len(chances) - rank):
+            break
+        survive[at] = True
+    return survive
+
+
 def is_proportion(rows: Sequence[dict], aggregate: str) -> bool:
     """Whether a score is a share of samples, each right or wrong and drawn by itself."""
     return aggregate == "mean" and all(

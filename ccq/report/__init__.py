@@ -13,39 +13,29 @@ def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[P
 
     `notes` stand on the page with what a reader must know before comparing.
     """
+    from ccq.figures import save
     from ccq.files import write_atomically
-    from ccq.report import figures, html, markdown, page
     from ccq.report.collect import collect
-    from ccq.report.document import figures_of
+    from ccq.report.page import build
 
     found = collect(paths)
     found.told += notes
-    document = page.build(found)
+    page = build(found)
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, text in (("index.html", html.page(document)), ("report.md", markdown.page(document))):
-        write_atomically(out / name, text.encode())
-        written.append(out / name)
-    for figure in figures_of(document.parts):
-        written += figures.save(figure, out / "figures")
-    return written
+    written = [out / "index.html", out / "report.md"]
+    for path, text in zip(written, (page.html, page.markdown()), strict=True):
+        write_atomically(path, text.encode())
+    return [*written, *(save(figure, out / "figures" / f"{name}.png") for name, figure in page.figures.items())]
 
 
 def fill(paths: Sequence[Path], files: Sequence[Path]) -> list[Path]:
     """Fill the marked places of Markdown `files` (docs.py) with the tables of what is under `paths`."""
-    from ccq.report import docs, page
+    from ccq.report import docs
     from ccq.report.collect import collect
+    from ccq.report.page import build
 
-    document = page.build(collect(paths))
-    return [written for file in files for written in docs.fill(file, document)]
-
-
-def markdown_of(paths: Sequence[Path]) -> str:
-    """What OUT/report.md would hold; no figure is made."""
-    from ccq.report import markdown, page
-    from ccq.report.collect import collect
-
-    return markdown.page(page.build(collect(paths)))
+    page = build(collect(paths))
+    return [written for file in files for written in docs.fill(file, page)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,5 +72,10 @@ def main(argv: Sequence[str]) -> int:
         if arguments.out is None:
             return 0
     written = write(arguments.paths, arguments.out or Path("report"))
-    print(f"Wrote {written[0]}, {written[1].name} and {len(written) - 2} files of figures", file=sys.stdout)
+    print(f"Wrote {written[0]}, {written[1].name} and {len(written) - 2} figures")
+    from ccq.report.collect import collect
+
+    if not collect(arguments.paths).sources:
+        print(f"ccq report: no result in {', '.join(map(str, arguments.paths)) or 'what was given'}", file=sys.stderr)
+        return 1
     return 0

@@ -4,27 +4,28 @@
     analysis    what `ccq analyze` writes                    run         the folder of a run of `ccq train`
     sweep       what `ccq sweep` writes
 
-What is damaged or unfinished is named, and the rest is still there.
+What a result is of stands in its `identity`. What is damaged or unfinished is named, and the rest is still there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ccq.files import read_text, stored
-from ccq.report.systems import System, scale_label
-from ccq.systems import UNCHANGED, WITH_CONVOLUTION, Identity
-from ccq.train import RunError
+from ccq.report.table import scale_label
+from ccq.systems import UNCHANGED, Identity
 
 # folders that hold no results
 SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "samples", "node_modules", "__pycache__"}
 PARTS = ("data.json", "provenance.json")  # of a run's folder, read with its config.json or not at all
 LARGEST = 64 * 2**20  # bytes of a JSON that is opened
+KINDS = ("run", "sweep", "eval", "analysis", "bench")  # in the order of their footnotes
 ANALYSES = ("alignment", "gate", "intervene", "margin")
 # kind of benchmark: what its rows have
 BENCHES = {
@@ -36,25 +37,24 @@ BENCHES = {
     "train": {"system", "tokens_per_second", "peak_gib"},
     "eval": {"system", "suite", "samples_per_second"},
 }
+# what JSON that is not what it should be raises when it is read
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @dataclass(eq=False)
 class Source:
-    """One result file, or the folder of a run."""
+    """One result file, the folder of a run, or one run of a sweep's file."""
 
-    kind: str  # eval, run, sweep, bench, analysis
+    kind: str  # of KINDS
     detail: str  # suite, kind of benchmark or analysis; "" for a run
     path: Path
     content: dict[str, Any]
-    identity: Identity | None = None  # None: an older version made it, or it is of no one model
-    system: System | None = None
-    seed: int | None = None
+    identity: Identity = field(default_factory=Identity)
     records: list[dict] = field(default_factory=list)  # of a run: its log
-    # of a run: one each time that it was begun or went on; of an evaluation in stages: where the model answered
+    # of a run: one each time that it was begun or resumed; of an evaluation in stages: where the model answered
     origins: list[dict] = field(default_factory=list)
     number: int = 0  # of its footnote
-    tokens: int | None = None  # that the model was trained on, where known; samples, of a run on recall
-    run: Source | None = None  # of an evaluation or analysis: the run that trained its model
+    run: Source | None = None  # of an evaluation or analysis: the run in whose folder it lies
     within: str = ""  # the folder that tells it from another source of the same name
 
     @property
@@ -63,39 +63,47 @@ class Source:
         return "/".join(filter(None, (self.within, *self.named.parts)))
 
     @property
-    def named(self) -> Path:
-        path = self.path if self.kind != "run" else self.path / "config.json"
-        if self.run is not None and path.is_relative_to(self.run.path):
-            return path.relative_to(self.run.path.parent)
-        return Path(*path.parts[-3 if path.parent.name in ("eval", "analysis") else -2 :])
+    def file(self) -> Path:
+        return self.path / "config.json" if self.kind == "run" else self.path
 
     @property
-    def title(self) -> str:
-        """What an evaluation or analysis is of: the system with size and seed, or the name that the model has."""
-        named = self.system is not None and self.system.known and self.seed is not None
-        return f"{self.subject}, seed {self.seed}" if named else self.subject
+    def named(self) -> Path:
+        if self.run is not None:
+            return self.file.relative_to(self.run.path.parent)
+        return Path(*self.file.parts[-3 if self.file.parent.name in ("eval", "analysis") else -2 :])
 
     @property
     def subject(self) -> str:
-        """The same without the seed."""
-        if self.system is None or not self.system.known:
-            return self.content["model"]["name"]
-        return ", ".join(filter(None, (self.system.label, scale_label(self.system.size))))
+        """What it is of, without the seed."""
+        return ", ".join(filter(None, (self.identity.label, scale_label(self.identity.size))))
+
+    @property
+    def title(self) -> str:
+        return self.subject if self.seed is None else f"{self.subject}, seed {self.seed}"
+
+    @property
+    def seed(self) -> int | None:
+        return self.identity.seed
 
     @property
     def origin(self) -> dict[str, Any]:
         """Commit, versions, date, hardware, command, as far as they are known."""
-        if self.kind == "run":
+        if self.kind in ("run", "sweep"):
             return self.origins[-1] if self.origins else {}
         return self.content.get("provenance") or self.content
 
     @property
+    def everywhere(self) -> list[dict]:
+        """Its origins, of a run that was resumed elsewhere all of them, in order."""
+        return self.origins or [self.origin]
+
+    @property
     def commit(self) -> str:
-        return then(commit_of(origin) for origin in self.origins or [self.origin])
+        return ", then ".join(dict.fromkeys(map(commit_of, self.everywhere)))
 
     @property
     def hardware(self) -> str:
-        where = then(hardware_of(origin) for origin in self.origins or [self.origin])
+        where = ", then ".join(dict.fromkeys(map(hardware_of, self.everywhere)))
         return f"metrics: {where}" if self.metrics_only else where
 
     @property
@@ -111,10 +119,6 @@ class Source:
         return ", then ".join(dict.fromkeys(told)) or str(self.origin.get("command") or "")
 
     @property
-    def date(self) -> str:
-        return str(self.origin.get("date") or "unknown")[:10]
-
-    @property
     def when(self) -> str:
         """Date and time: the greater the newer."""
         return str(self.origin.get("date") or "")
@@ -122,19 +126,29 @@ class Source:
     @property
     def told(self) -> str:
         """One line for a hover."""
-        parts = [self.name, f"commit {self.commit}", self.hardware, self.date]
-        if self.seed is not None:
-            parts.insert(1, f"seed {self.seed}")
-        return "; ".join(parts)
+        seed = [] if self.seed is None else [f"seed {self.seed}"]
+        return "; ".join([self.name, *seed, f"commit {self.commit}", self.hardware, self.date])
+
+    @property
+    def date(self) -> str:
+        return self.when[:10] or "unknown"
 
     @property
     def last_step(self) -> int:
         return max((int(record["step"]) for record in self.records), default=0)
 
+    @property
+    def rate(self) -> float | None:
+        """The learning rate that the model was trained with, where it is known."""
+        if self.kind == "sweep":
+            return float(self.content["lr"])
+        run = self if self.kind == "run" else self.run
+        return None if run is None else float(run.content["optimizer"]["lr"])
 
-def then(parts: Iterable[str]) -> str:
-    """Of a run that went on elsewhere all of them, in order."""
-    return ", then ".join(dict.fromkeys(parts))
+    def last(self, name: str) -> float | None:
+        """The last value in the log of a run."""
+        values = [record[name] for record in self.records if record.get(name) is not None]
+        return float(values[-1]) if values else None
 
 
 def commit_of(origin: dict[str, Any]) -> str:
@@ -154,7 +168,7 @@ def hardware_of(origin: dict[str, Any]) -> str:
 @dataclass
 class Collection:
     sources: list[Source] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # damaged
+    problems: list[str] = field(default_factory=list)  # damaged, or without identity
     unfinished: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # JSON that is nothing we know
     told: list[str] = field(default_factory=list)  # by whoever asks for the page
@@ -165,24 +179,20 @@ class Collection:
     def notices(self) -> list[str]:
         """What a reader must know before comparing: damage, unfinished runs, mixed versions, quick looks."""
         notes = [*self.told, *self.problems, *self.unfinished]
-        scored = self.evaluated()
-        quick = [s for s in scored if s.content.get("quick_look")]
-        if quick:
-            kinds: dict[tuple, list[str]] = {}
-            for s in quick:
+        kinds: dict[tuple, list[str]] = {}
+        asked: dict[tuple[str, str], set] = {}  # models of one size are compared
+        for s in self.of("eval"):
+            if s.content.get("quick_look"):
                 kinds.setdefault((s.detail, s.content.get("limit")), []).append(s.name)
+            asked.setdefault((s.detail, s.identity.size), set()).add(s.content["samples"].get("hash"))
+        if kinds:
             told = [
                 f"{names[0] if len(names) == 1 else f'{suite} of {len(names)} models'} (first {limit})"
                 for (suite, limit), names in kinds.items()
             ]
             notes.append(f"Quick looks, not whole suites: {', '.join(told)}.")
-        nameless = [s.name for s in self.sources if s.identity is None and s.kind in ("eval", "analysis")]
-        if nameless:
-            notes.append(
-                f"Made by an older version, without an identity, and so compared with nothing: {', '.join(nameless)}."
-            )
         notes += self.needle_notes()
-        origins = [origin for s in self.sources for origin in s.origins or [s.origin]]
+        origins = [origin for s in self.sources for origin in s.everywhere]
         commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
         if len(commits) > 1:
             notes.append(f"Results of {len(commits)} commits are mixed here: {', '.join(commits)}.")
@@ -190,23 +200,16 @@ class Collection:
             versions = {o["versions"].get(package) for o in origins if o.get("versions")} - {None}
             if len(versions) > 1:
                 notes.append(f"Results of several versions of {package} are mixed here: {', '.join(sorted(versions))}.")
-        changed = [s.name for s in self.sources if any(o.get("dirty") for o in s.origins or [s.origin])]
+        changed = [s.name for s in self.sources if any(o.get("dirty") for o in s.everywhere)]
         if changed:
             notes.append(f"Made from a working tree with changes that are not committed: {', '.join(changed)}.")
-        asked: dict[tuple[str, str], set] = {}  # models of one size are compared
-        for s in scored:
-            asked.setdefault((s.detail, s.system.size if s.system else ""), set()).add(s.content["samples"].get("hash"))
         for suite in dict.fromkeys(suite for (suite, _), hashes in asked.items() if len(hashes) > 1):
             notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
         return notes
 
-    def evaluated(self) -> list[Source]:
-        """Evaluations of models as they were trained."""
-        return [source for source in self.of("eval") if not source.content["model"].get("lam")]
-
     def needle_notes(self) -> list[str]:
         """What scores of needles rest on: the keys that were asked for, and needle documents in the training text."""
-        asked = [source for source in self.evaluated() if source.detail == "niah"]
+        asked = self.of("eval", "niah")
         odd = [s for s in asked if (s.content.get("settings") or {}).get("keys") == "odd"]
         notes = []
         if odd:
@@ -215,18 +218,17 @@ class Collection:
                 f"Needles asked for{who} have keys and values that needle documents of training never hold (`--keys "
                 "odd`): not all that RULER draws."
             )
-        told: dict[str, list[str]] = {}  # what is known of a text: the models trained on it, by size
+        shares: dict[str, list[str]] = {}
         for s in asked:
-            share = s.identity.needles if s.identity else None
-            known = ""
-            if share:
-                known = f"{share:.0%} of the training tokens are needle documents; the paper names none in its text"
-            elif share == 0 and s in odd:
-                known = "the training text has no needle documents"
-            if known and s.system:
-                variant = s.system.variant.removeprefix(WITH_CONVOLUTION).removeprefix(", ")
-                told.setdefault(known, []).append(", ".join(filter(None, (scale_label(s.system.size), variant))))
-        notes += [f"Needles at {'; '.join(dict.fromkeys(sizes))}: {known}." for known, sizes in told.items()]
+            known = "the training text has no needle documents"
+            if s.identity.needles is None:
+                known = "how much of the training text is needle documents is not recorded"
+            elif s.identity.needles:
+                known = f"{s.identity.needles:.0%} of the training tokens are needle documents; the paper names none"
+            who = ", ".join(filter(None, (scale_label(s.identity.size) or "unknown size", s.identity.variant)))
+            shares.setdefault(known, []).append(who)
+        if odd or any(s.identity.needles for s in asked):
+            notes += [f"Needles at {'; '.join(dict.fromkeys(who))}: {known}." for known, who in shares.items()]
         return notes
 
 
@@ -239,15 +241,14 @@ def collect(paths: Sequence[Path]) -> Collection:
             if (real := file.resolve()) not in seen:
                 seen.add(real)
                 take(file, found)
-    identify(found)
+    runs = found.of("run")
+    for source in found.sources:
+        source.run = next((run for run in runs if run.path in source.path.parents), None)
     names = Counter((source.kind, source.name) for source in found.sources)
     for source in found.sources:
         if names[source.kind, str(source.named)] > 1:
-            whole = source.path / "config.json" if source.kind == "run" else source.path
-            source.within = "".join(whole.parts[: -len(source.named.parts)][-1:]).strip("/")
-    found.sources.sort(
-        key=lambda s: (("run", "sweep", "eval", "analysis", "bench").index(s.kind), s.detail, s.name, str(s.path))
-    )
+            source.within = "".join(source.file.parts[: -len(source.named.parts)][-1:]).strip("/")
+    found.sources.sort(key=lambda s: (KINDS.index(s.kind), s.detail, s.name, str(s.path)))
     for number, source in enumerate(found.sources, 1):
         source.number = number
     return found
@@ -287,13 +288,21 @@ def take(file: Path, found: Collection) -> None:
         return
     try:
         source = recognise(file, content, found)
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        if source is not None and changed(source):
+            return
+    except DAMAGE as error:
         found.problems.append(f"{short} lacks what it should have and is left out: {type(error).__name__} {error}.")
         return
     if source is None:
         found.ignored.append(short)
     else:
         found.sources.append(source)
+
+
+def changed(source: Source) -> bool:
+    """Whether it is an evaluation that `ccq analyze intervene` made: its table tells it."""
+    unchanged = UNCHANGED in source.identity.variant.split(", ")
+    return source.kind == "eval" and (unchanged or bool(source.content["model"].get("lam")))
 
 
 def recognise(file: Path, content: Any, found: Collection) -> Source | None:
@@ -303,80 +312,52 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
     if {"suite", "scores", "samples"} <= content.keys():
         if not isinstance(content["suite"], str):
             raise TypeError(f"suite: expected a name, got {content['suite']!r}")
-        for score in content["scores"].values():
-            if score["value"] is not None:
-                float(score["value"])
-        check(content)
-        content["samples"].get("hash")
         if not content.get("finished", True):
             found.unfinished.append(f"{content['suite']} of {file.parent.name} is not finished.")
         stages = content.get("stages") or {}
-        for origin in stages.values():
-            check({"provenance": origin}, model=False)
-        source = Source("eval", content["suite"], file, content, origins=[stages["score"]] if "score" in stages else [])
-        return take_identity(source)
+        origins = [stages["score"]] if "score" in stages else []
+        return Source("eval", content["suite"], file, content, identity_of(file, content, found), origins=origins)
     if content.get("kind") in ANALYSES:
-        check(content)
-        return take_identity(Source("analysis", content["kind"], file, content))
+        return Source("analysis", content["kind"], file, content, identity_of(file, content, found))
     if content.get("kind") == "mqar_sweep":
-        check(content, model=False)
         if missing := len(content["missing"]):
             found.unfinished.append(f"{file.name}: {missing} run{' is' if missing == 1 else 's are'} missing.")
-        return Source("sweep", "mqar", file, content)
+        return Source("sweep", "mqar", file, content, origins=[content["provenance"]])
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
-    if isinstance(content.get("rows"), list) and "versions" in content:
-        for kind, keys in BENCHES.items():
-            if content["rows"] and all(keys <= row.keys() for row in content["rows"]):
-                check(content, model=False)
-                for row in content["rows"]:
-                    if "system" in row:  # named after recipes by older versions
-                        row["system"] = row["system"].replace("_", "-")
-                return Source("bench", kind, file, content)
-        return None
+    kinds = {kind: keys for kind, keys in BENCHES.items() if isinstance(content.get("rows"), list) and content["rows"]}
+    for kind, keys in kinds.items():
+        if "versions" in content and all(keys <= row.keys() for row in content["rows"]):
+            for row in content["rows"]:  # older files have the name of the recipe
+                row |= {"system": row["system"].replace("_", "-")} if "system" in row else {}
+            return Source("bench", kind, file, content)
     for kind, key in (("operator-cpu", "timings"), ("data-prepare", "measurements")):
         if {key, "goals", "versions"} <= content.keys():
-            check(content, model=False)
             return Source("bench", kind, file, content)
     return None
 
 
-def check(content: dict, model: bool = True) -> None:
-    """TypeError where what all results have is something else."""
-    origin = content.get("provenance") or content
-    for name, kind in (
-        ("commit", str),
-        ("date", str),
-        ("gpu", str),
-        ("cpu", str),
-        ("command", str),
-        ("versions", dict),
-    ):
-        if not isinstance(origin.get(name), kind | None):
-            raise TypeError(f"{name}: expected {kind.__name__}, got {origin[name]!r}")
-    if model and not isinstance(content["model"]["name"], str):
-        raise TypeError(f"model: name: expected a name, got {content['model']['name']!r}")
-    if model and not isinstance(content["model"].get("hash"), str | None):
-        raise TypeError(f"model: hash: expected a text, got {content['model']['hash']!r}")
+def identity_of(file: Path, content: dict, found: Collection) -> Identity:
+    """What the file says that it is of; of an older one the name of its model, which it shares with no other file."""
+    if content.get("identity") is not None:
+        return Identity(**content["identity"])
+    if "optimizer" in content:  # a run: its options tell
+        from ccq.train import RunError
+        from ccq.train.config import read
+
+        with contextlib.suppress(RunError):
+            return read(file).identity
+    short = "/".join(file.parts[-2:])
+    found.problems.append(f"{short} carries no identity (an older version made it): it is grouped with nothing.")
+    return Identity(f"{content['model'].get('name', file.parent.name)} ({short})")
 
 
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
-    source = Source("run", "", folder, config)
-    if "identity" not in config:
-        from ccq.train.config import read
-
-        try:
-            config["identity"] = asdict(read(folder / "config.json").identity)
-        except RunError as error:
-            raise ValueError(error) from None
-    take_identity(source)
+    source = Source("run", "", folder, config, identity_of(folder / "config.json", config, found))
     told = folder / "provenance.json"
     try:
-        source.origins = json.loads(told.read_text()) if told.exists() else []
-        for origin in source.origins:
-            check({"provenance": origin}, model=False)
-    except (ValueError, TypeError, AttributeError) as error:
-        source.origins = []
+        source.origins = list(map(dict, json.loads(told.read_text()))) if told.exists() else []
+    except (ValueError, TypeError) as error:
         found.problems.append(f"{folder.name}/provenance.json is damaged and left out: {str(error).splitlines()[0]}.")
     log = folder / "log.jsonl"
     lines = read_text(log, "replace").splitlines() if stored(log) else []
@@ -392,60 +373,3 @@ def run_of(folder: Path, config: dict, found: Collection) -> Source:
     if source.last_step < steps:
         found.unfinished.append(f"{folder.name} is not finished: step {source.last_step:,} of {steps:,}.")
     return source
-
-
-def longest(runs: list[Source]) -> list[Source]:
-    """Of each system the longest runs: shorter ones are those of a sweep over learning rates."""
-    most: dict[System | None, int] = {}
-    for run in runs:
-        most[run.system] = max(most.get(run.system, 0), int(run.content["steps"]))
-    return [run for run in runs if int(run.content["steps"]) == most[run.system]]
-
-
-def rate_of(run: Source) -> float:
-    return float(run.content["optimizer"]["lr"])
-
-
-def last_of(run: Source, name: str) -> float | None:
-    values = [record[name] for record in run.records if record.get(name) is not None]
-    return float(values[-1]) if values else None
-
-
-def sizes_of(run: Source) -> tuple[int, int, int] | None:
-    """Parameters of the body and of the embeddings, and bytes of the state; None for a config of another version."""
-    from ccq.model.config import CCQConfig
-    from ccq.model.info import info
-
-    try:
-        found = info(CCQConfig(**run.content["model"]), run.content["data"]["length"])
-    except (TypeError, ValueError, KeyError):
-        return None
-    return found.body, found.embedding, found.state_bytes
-
-
-def text_of_gate(source: Source) -> str:
-    """What `ccq analyze gate` read as ordinary text."""
-    text = (source.content.get("settings") or {}).get("text")
-    return {"filler": "our filler", None: "text"}.get(text, f"the text {text}")
-
-
-def take_identity(source: Source) -> Source:
-    """What the content says that it is of; without that, what it calls its model."""
-    told = source.content.get("identity")
-    source.identity = Identity(**told) if told else None
-    identity = source.identity or Identity(source.content["model"]["name"])
-    source.system = System(identity.system, identity.variant, identity.size)
-    source.seed, source.tokens = identity.seed, identity.tokens
-    return source
-
-
-def identify(found: Collection) -> None:
-    """Say of every evaluation and analysis what it is of, and which run made its model, where that is here too."""
-    runs = found.of("run")
-    for source in found.sources:
-        if source.kind in ("eval", "analysis"):
-            inside = [run for run in runs if run.path in source.path.parents]
-            same = [run for run in runs if source.identity is not None and run.identity == source.identity]
-            source.run = next(iter([*inside, *same]), None)
-    # what an intervention that changes nothing gives is what the model gives
-    found.sources = [s for s in found.sources if not (s.identity and s.identity.variant.endswith(UNCHANGED))]

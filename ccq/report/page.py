@@ -1,65 +1,136 @@
-"""What the report says, in its order: what CCQ is, whether it helped, what was run; then the paper's tables."""
+"""What the report says: its tables, figures and sentences, which templates/page.j2 puts in order."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 import ccq
-from ccq.report import analyses, claims, docs, figures, html, markdown, runs, speed, tables
+from ccq.bench.tables import goals_table
+from ccq.figures import Figure, inline, sample, svg
+from ccq.report import claims, figures, tables
 from ccq.report import paper as papers
-from ccq.report import recall as recalls
-from ccq.report.claims import FAILS, FEW, HOLDS, Verdict
-from ccq.report.collect import Collection
-from ccq.report.document import Columns, Details, Document, Equation, Heading, Items, Text, figures_of
-from ccq.report.numbers import Results
-from ccq.report.systems import System, label_of, seeds_label
+from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
+from ccq.report.collect import DAMAGE, Collection
+from ccq.report.results import Results
+from ccq.report.table import Table, plural, trimmed
+from ccq.train import sweep_tables
 
 TITLE = "CCQ: a query that is cleaned before it reads"
 WHAT = (
-    "Linear attention keeps all it has read in one matrix of fixed size, and every stored key answers every query. "
-    "What is common in the context drowns what is rare. **Curvature-Conditioned Query (CCQ)** shrinks the query along "
-    "the directions in which the stored keys vary most, and only then reads. What is written, and how, stays as it is."
+    "**Curvature-Conditioned Query (CCQ)** shrinks the query of linear attention along the directions in which the "
+    "stored keys vary most, and only then reads: q_clean = q − λ Σ q."
 )
-EQUATION = Equation(
-    "<var>q</var><sub><var>t</var></sub><sup>clean</sup> = <var>q</var><sub><var>t</var></sub> − "
-    "<var>λ</var><sub><var>t</var></sub> Σ<sub><var>t</var></sub> <var>q</var><sub><var>t</var></sub>"
-    "<br><small>Σ<sub><var>t</var></sub> = mean(<var>k k</var><sup>⊤</sup>) − mean(<var>k</var>) "
-    "mean(<var>k</var>)<sup>⊤</sup>, over keys up to <var>t</var></small>",
-    "q_clean_t = q_t - lam_t * Sigma_t q_t\nSigma_t = mean(k k^T) - mean(k) mean(k)^T, over the keys up to t",
+FOOT = (
+    f"Made by `ccq report`, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
+    "Curvature-Conditioned Query for Linear Attention. Its numbers are quoted as facts; this implementation is "
+    "independent of its authors."
 )
-GATE = (
-    "λ is a learned gate between 0 and 1, one a token and head; queries and keys have unit length. With λ = 0 it is "
-    "the backbone with unit q and k, and that is what a gain must be measured against."
-)
-NOTHING = (
-    "**There is nothing here yet.** No result was found, so this page shows the paper's numbers alone. Results come "
-    "from `ccq train`, `ccq eval`, `ccq analyze` and `ccq bench`; `ccq report FOLDER... -o report` then puts them here."
-)
+# what has `tables` of its own, beside the code whose results they show
+OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
+          *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op", "eval")))  # fmt: skip
+SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_RUN: "·"}  # beside the colour of a verdict
 
 
-# what a file that is JSON, and not what it should be, makes of a page
-DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+@dataclass
+class Page:
+    """All that the templates show; `names` of tables can be asked for by Markdown files (docs.py)."""
+
+    context: dict[str, Any]
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        return self.context["tables"]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        return self.context["figures"]
+
+    @functools.cached_property
+    def html(self) -> str:
+        return self._render("html.j2")
+
+    def markdown(self, whole: bool = True) -> str:
+        """As a file of its own, or as a part of one: without title and foot."""
+        text = re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2", whole=whole)).strip() + "\n"
+        return text if whole else text.rstrip("\n")
+
+    def _render(self, form: str, whole: bool = True) -> str:
+        return environment().get_template("page.j2").render(**self.context, form=form, whole=whole)
 
 
-def build(found: Collection) -> Document:
-    """The page. Results of which none can be made (other versions, damage that is still JSON) are left out by name."""
+@functools.cache
+def environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("ccq.report"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
+                     "contents": contents}  # fmt: skip
+    made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT, "what": WHAT,
+                     "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
+    return made
+
+
+def short_rows(table: Table) -> str:
+    """Rows of a table in Markdown, without small print and footnotes."""
+    macros: Any = environment().get_template("markdown.j2").module
+    return str(macros.rows(table, True)).strip()
+
+
+def html_words(text: str) -> str:
+    """**bold**, `code`, [words](#place); all else is escaped."""
+    text = escape(text, quote=True)
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
+    text = re.sub(r"\[([\d–]+)\]\((#[^)]+)\)", r'<sup><a href="\2">\1</a></sup>', text)
+    return re.sub(r"\[([^\]]+)\]\((#[^)]+)\)", r'<a href="\2">\1</a>', text)
+
+
+MARK = re.compile(r" ?\[(\d+)(?:–(\d+))?\]\(#source-\d+\)")  # a footnote
+
+
+def markdown_words(text: str, short: bool = False) -> str:
+    """One line, no bars; short: without footnotes."""
+    text = text.replace("|", "\\|").replace("\n", " ")
+    if short:
+        return MARK.sub("", text).strip()
+    return re.sub(r"\[([\d–]+)\]\((#[^)]+)\)", r"<sup>[\1](\2)</sup>", text)
+
+
+def drawn(figure: Figure) -> str:
+    """The panels inside the page."""
+    return "".join(
+        inline(svg(panel, figure.size), f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
+        for at, panel in enumerate(figure.panels)
+    )
+
+
+def contents(body: str) -> list[tuple[str, str]]:
+    return re.findall(r'<h2 id="([\w-]+)">(.*?)</h2>', body)
+
+
+def build(found: Collection) -> Page:
+    """The page. Results of which none can be made (other versions, damage that is still JSON) are left out by name.
+
+    Some damage shows only in a cell, or in a line drawn: so a page counts once it has been written out.
+    """
     try:
-        return rehearsed(assemble(found))
+        page = assemble(found)
+        assert page.html
+        return page
     except DAMAGE:
         return assemble(without_unusable(found))
-
-
-def rehearsed(document: Document) -> Document:
-    """The page, once it is known that it can be written: some damage shows only in a cell, or in a line drawn."""
-    markdown.page(document)
-    for table in docs.tables_of(document.parts).values():
-        html.table(table)
-    for figure in figures_of(document.parts):
-        if figure.name != "picture":  # which no result is in
-            figures.rehearse(figure)
-    return document
 
 
 def without_unusable(found: Collection) -> Collection:
@@ -67,271 +138,90 @@ def without_unusable(found: Collection) -> Collection:
     usable, problems = [], list(found.problems)
     for source in found.sources:
         try:
-            rehearsed(assemble(Collection([source])))
-            usable.append(source)
+            if assemble(Collection([source])).html:
+                usable.append(source)
         except DAMAGE as error:
             told = (str(error) or "no more is said").splitlines()[0]
             problems.append(f"{source.name} lacks what it should have and is left out: {type(error).__name__} {told}.")
     return replace(found, sources=usable, problems=problems)
 
 
-def assemble(found: Collection) -> Document:
-    paper, results, recall = papers.load(), Results(found), recalls.Recall(found)
-    verdicts = claims.judge(found, results, paper, recall)
-    parts: list[Any] = [
-        Columns([[Text(WHAT, "lead"), EQUATION, Text(GATE)], [figures.picture()]], "hero"),
-        Columns(
-            [
-                [Heading("Did it help here?", 2), *did_it_help(found, verdicts, results)],
-                [Heading("What was run here", 2), *what_was_run(found)],
-            ],
-            "cards",
-        ),
+def assemble(found: Collection) -> Page:
+    paper, results = papers.load(), Results(found)
+    verdicts = claims.judge(found, results, paper)
+    made: list[Table | None] = [
+        tables.claims_table(verdicts),
+        tables.models_table(paper, found, results),
+        tables.repeats_table(results),
+        *(tables.score_table(name, paper, results) for name in ("lm", "niah", "longbench", "ablations")),
+        *sweep_tables.tables(results),
+        *(table for name in OWNERS for table in importlib.import_module(f"ccq.{name}").tables(found)),
+        goals_table(found),
+        tables.source_table(found),
     ]
-    if notes := found.notices():
-        parts.append(Items(notes, "notice", "Before you compare numbers"))
-    parts += [Heading("The paper's claims", 2, "claims"), tables.claims_table(verdicts)]
-    parts += [Heading("Models", 2, "models"), tables.config_table(paper, found)]
-    parts += [*optional(runs.runs_table(found, results)), *optional(figures.training(found))]
-    parts += optional(runs.repeats_table(results))
-    parts += [Heading("Language modelling", 2, "language"), tables.score_table("lm", paper, results)]
-    parts += [Heading("Needles", 2, "needles"), tables.score_table("niah", paper, results)]
-    parts += optional(figures.needles(results))
-    parts += [Heading("Past the training length", 2, "length"), *length(results)]
-    parts += [Heading("LongBench", 2, "longbench"), tables.score_table("longbench", paper, results)]
-    parts += recalled(recall, results)
-    parts += [Heading("Ablations", 2, "ablations"), tables.score_table("ablations", paper, results)]
-    parts += optional(analyses.intervention_table(found))
-    parts += [
-        Heading("Speed", 2, "speed"),
-        *optional(figures.overhead(costs(found, paper))),
-        speed.layer_table(paper, found),
-        *optional(speed.operator_table(found)),
-        speed.training_table(paper, found),
-        *optional(figures.throughput(found)),
-        *optional(speed.lengths_table(found)),
-        speed.inference_table(paper, found),
-        *optional(speed.decode_operator_table(found)),
-        *optional(speed.evaluation_table(found)),
-        *optional(speed.goals_table(found)),
-    ]
-    parts += [Heading("Where keys lie, and what the gate does", 2, "keys"), *keys(found, paper)]
-    parts += [Heading("Sources", 2, "sources"), *sources(found)]
-    foot = (
-        f"Made by `ccq report`, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, *Don't Read Everything: A "
-        "Curvature-Conditioned Query for Linear Attention*. Its numbers are quoted as facts; this implementation is "
-        "independent of its authors."
-    )
-    return Document(TITLE, parts, foot.replace("*", ""))
-
-
-def optional(part: Any) -> list[Any]:
-    return [] if part is None else [part]
-
-
-def what_was_run(found: Collection) -> list[Any]:
-    if not found.sources:
-        return [Text(NOTHING)]
-    items = []
-    trained = found.of("run")
-    if trained:
-        names = Counter(f"{run.system.label}, {run.system.size}" for run in trained if run.system)
-        items.append(f"**{plural(len(trained), 'training run')}**: {counted(names)}")
-    sweeps = found.of("sweep")
-    if sweeps:
-        count = sum(len(source.content["runs"]) for source in sweeps)
-        items.append(f"**{plural(count, 'run')} of a sweep** (recall) in {plural(len(sweeps), 'file')}")
-    evals = found.of("eval")
-    if evals:
-        models = Counter(source.system.label for source in evals if source.system)
-        suites = ", ".join(dict.fromkeys(source.detail for source in evals))
-        items.append(f"**{plural(len(evals), 'evaluation')}** ({suites}): {counted(models)}")
-    analyses = found.of("analysis")
-    if analyses:
-        seeds: dict[str, list[int | None]] = {}
-        for source in analyses:
-            named = source.title != source.subject  # a model that only has a name may have its seed in it
-            seeds.setdefault(f"{source.detail} of {source.subject}", []).append(source.seed if named else None)
-        told = "; ".join(name + seeds_label(mine) for name, mine in seeds.items())
-        items.append(f"**{plural(len(analyses), 'analysis', 'analyses')}**: {told}")
-    benches = found.of("bench")
-    if benches:
-        machines: dict[str, list[str]] = {}
-        for source in benches:
-            machines.setdefault(source.hardware, []).append(source.detail)
-        where = "; ".join(f"{', '.join(dict.fromkeys(kinds))} on {machine}" for machine, kinds in machines.items())
-        items.append(f"**{plural(len(benches), 'benchmark')}**: {where}")
-    if not evals and not trained and not sweeps:
-        items.append("Nothing was trained or evaluated yet.")
-    dates = sorted({source.date for source in found.sources if source.date != "unknown"})
-    if dates:
-        items.append(f"Dates: {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else ""))
-    return [Items(items)]
-
-
-def counted(names: Counter) -> str:
-    return "; ".join(name + (f" ({count})" if count > 1 else "") for name, count in names.items())
-
-
-def plural(count: int, word: str, words: str = "") -> str:
-    return f"{count} {word if count == 1 else words or word + 's'}"
-
-
-def did_it_help(found: Collection, verdicts: list[Verdict], results: Results) -> list[Any]:
-    """The answer in one sentence, then the headline claims and those that are decided."""
-    quality = [v for v in verdicts if v.claim["kind"] in ("score", "recall")]
-    tried = [v for v in quality if v.ours != claims.NOT_RUN]
-    decided = [v for v in tried if v.verdict in (HOLDS, FAILS)]
-    shown = [v for v in verdicts if (v.claim.get("headline") and v.ours != claims.NOT_RUN) or v in decided] or tried[:4]
-    parts: list[Any] = []
-    if not found.sources:
-        return [Text("Nothing was run, so nothing can be said.")]
-    measured = in_short(results)
-    if not tried and measured:
-        parts.append(
-            Text(
-                "**These results are too few to say.** No claim about what CCQ gains is judged by what is here. "
-                "What was measured, a mean over all that was asked, in percent:"
-            )
-        )
-        parts.append(Items(measured))
-    elif not tried:
-        parts.append(
-            Text(
-                "**Not known yet.** No pair of models, one with CCQ and one without, has been trained and evaluated "
-                "among these results, so they say nothing about whether CCQ helps."
-                + (" What they do say:" if shown else "")
-            )
-        )
-    else:
-        count = Counter(v.verdict for v in tried)
-        verbs = (HOLDS, "holds", "hold"), (FAILS, "does not", "do not"), (FEW, "needs more runs", "need more runs")
-        said = [f"{count[verdict]} {one if count[verdict] == 1 else many}" for verdict, one, many in verbs]
-        left = len(tried) - count[HOLDS] - count[FAILS] - count[FEW]
-        if left:
-            said.append(f"{left} cannot be tested at this size")
-        word = "claim" if len(tried) == 1 else "claims"
-        listed = "What is decided, and the main ones:" if decided else "The main ones:"
-        parts.append(
-            Text(f"**Of {len(tried)} {word} about quality that were tried here, {', '.join(said)}.** {listed}")
-        )
-    words = {FAILS: "Does not hold"}
-    items = []
-    for v in shown:
-        word = words.get(v.verdict, v.verdict.capitalize())
-        items.append(f"**{word}**: {full(v, verdicts)}. Here: {v.short or v.ours}. The paper: {v.paper}.")
-    return parts + ([Items(items)] if items else [])
-
-
-def in_short(results: Results) -> list[str]:
-    """Recall and needles of each size that has models with CCQ and without, a line each."""
-    lines = []
-    for suite, what in (("mqar", "Recall (MQAR)"), ("niah", "Needles")):
-        sizes: dict[str, list[System]] = {}
-        for system in results.systems(suite):
-            sizes.setdefault(system.size, []).append(system)
-        for size, systems in sizes.items():
-            if len({system.name.startswith("ccq-") for system in systems}) < 2:
-                continue
-            told = []
-            for system in systems:
-                runs = results.runs(system, suite)
-                values = [x["value"] for run in runs for name, x in run.content["scores"].items() if name != "average"]
-                told.append(f"{system.label} {mean_of(values)}")
-            count = max(len(results.runs(system, suite)) for system in systems)
-            lines.append(f"**{what}, {size}**: {'; '.join(told)} ({plural(count, 'run')} each at most)")
-    return lines
-
-
-def mean_of(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{sum(known) / len(known):.1f}" if known else "–"
-
-
-def full(verdict: Verdict, verdicts: list[Verdict]) -> str:
-    """What a claim says; one that goes on from a claim before it needs that before it."""
-    says = verdict.claim["says"]
-    if not says.startswith("..."):
-        return says
-    before = [v.claim["says"] for v in verdicts[: verdicts.index(verdict)]]
-    return f"{next(other for other in reversed(before) if not other.startswith('...'))} {says}"
-
-
-def length(results: Results) -> list[Any]:
-    figure = figures.extrapolation(results)
-    text = (
-        "The paper reads perplexity at 4K to 20K tokens on six corpora; all models are trained at 4K. It gives curves, "
-        "no table: at 1.3B each CCQ variant is 1 to 2.5 below its backbone at 20K on every corpus, and at 500M "
-        "CCQ-Gated DeltaNet is lowest throughout; the Transformer is off the scale (above 1,700 on code at 20K)."
-    )
-    return [Text(text), figure if figure else Text("Here: not run yet.", "soft")]
-
-
-def recalled(recall: recalls.Recall, results: Results) -> list[Any]:
-    """Multi-query associative recall: what `ccq sweep mqar` trained, and what `ccq eval --suite mqar` asked."""
-    parts = [
-        *optional(recalls.sweep_table(recall)),
-        *recalls.figures_of(recall),
-        *optional(recalls.slice_table(recall)),
-        *optional(tables.recall_table(results)),
-        *optional(figures.recall(results)),
-    ]
-    return [Heading("Recall", 2, "recall"), *(parts or [Text("Here: not run yet.", "soft")])]
-
-
-def costs(found: Collection, paper: papers.Paper) -> list[tuple[str, float | None, float | None]]:
-    """(what, paper's, ours): time added, in percent."""
-    bars: list[tuple[str, float | None, float | None]] = []
-    for measure, table, column, name in (
-        ("layer", "layer", "forward and backward, 4K", "a layer, 4K"),
-        ("training", "training", "tokens/s a GPU", "training"),
-        ("prefill", "inference", "4K prefill, ms", "prefill, 4K"),
-        ("decode", "inference", "decode, tokens/s", "decode"),
-    ):
-        for backbone, cleaned in claims.BACKBONES.items():
-            one, two = (paper.tables[table].value("1.3b", system, column) for system in (cleaned, backbone))
-            assert one is not None
-            assert two is not None
-            rate = "tokens/s" in column
-            told = 100 * ((two / one if rate else one / two) - 1)
-            measured = claims.measured_cost(found, measure, backbone)
-            ours = None
-            if measured is not None:
-                ours = 100 * ((1 / measured[0] if rate else measured[0]) - 1)
-            bars.append((f"{name}: {label_of(backbone)}", told, ours))
-    return bars
-
-
-def keys(found: Collection, paper: papers.Paper) -> list[Any]:
-    parts: list[Any] = [
-        Text(
-            "CCQ assumes that the key one looks for lies off the directions in which the keys vary most. `ccq analyze "
-            "alignment` measures it on any model: the share of a key's centred energy in the top 16 directions, needle "
-            "minus distractors. `ccq analyze gate` measures how much a trained model cleans."
-        )
-    ]
-    drawn = [*figures.diagnostics(found, paper), *optional(figures.gates(found))]
-    told = [f"{fact['what']}: {minus(fact['value'])} ({fact['where']})" for name, fact in paper.facts.items()
+    pictures = figures.figures(found, results, paper)
+    told = [f"{fact.what}: {fact} ({fact.where})" for name, fact in paper.facts.items()
             if name.startswith(("gap", "lam", "off"))]  # fmt: skip
-    tabled = (analyses.gap_table(found, paper), analyses.control_table(found), analyses.margin_table(found))
-    drawn += [part for table in tabled for part in optional(table)]
-    parts += drawn or [Text("Here: not run yet.", "soft")]
-    parts.append(Details("What the paper's text gives", [Items(told)]))
-    return parts
+    questions = ("perplexity" if "perplexity" in pictures else "extrapolation", "needles", "recall", "overhead")
+    return Page({
+        "nothing": not found.sources,
+        "tables": Names({table.name: trimmed(table) for table in made if table is not None}),
+        "figures": Names(pictures),
+        "first": [pictures[name] for name in questions if name in pictures],
+        "help": did_it_help(verdicts),
+        "run": what_was_run(found),
+        "notices": found.notices(),
+        "facts": paper.facts,
+        "told": told,
+        "ignored": found.ignored,
+    })  # fmt: skip
 
 
-def minus(value: float) -> str:
-    return str(value).replace("-", "−")
+class Names(dict):
+    """Of what there is nothing, the page shows nothing."""
+
+    def __missing__(self, name: str) -> None:
+        return None
 
 
-def sources(found: Collection) -> list[Any]:
-    parts: list[Any] = []
-    if found.sources:
-        parts.append(tables.source_table(found))
-    else:
-        parts.append(Text("None."))
-    if found.ignored:
-        parts.append(
-            Details(f"JSON files that are no results of ours: {len(found.ignored)}", [Items(found.ignored[:50])])
+def what_was_run(found: Collection) -> str:
+    """In one sentence; the table of sources has each."""
+    kinds = {"run": "training run", "eval": "evaluation", "bench": "benchmark"}
+    parts = [plural(len(found.of(kind)), word) for kind, word in kinds.items() if found.of(kind)]
+    if count := sum(len(source.content["runs"]) for source in found.of("sweep")):
+        parts.insert(1, plural(count, "run of a sweep", "runs of sweeps"))
+    if count := len(found.of("analysis")):
+        parts.insert(-1, plural(count, "analysis", "analyses"))
+    dates = sorted({source.date for source in found.sources if source.date != "unknown"})
+    when = f", {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else "") if dates else ""
+    return f"Of {', '.join(parts)}{when}; each is among the [sources](#sources)."
+
+
+def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
+    """The answer in one sentence, then the headline claims and those that are decided."""
+    tried = [v for v in verdicts if v.quality and v.verdict != NOT_RUN]
+    decided = [v for v in tried if v.verdict in (HOLDS, FAILS)]
+    shown = [v for v in verdicts if v in decided or (v.claim.get("headline") and v.verdict != NOT_RUN)] or tried[:4]
+    words = {v: v.capitalize() for v in SIGNS} | {FAILS: "Does not hold"}
+    items = [f"**{words[v.verdict]}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]
+    if not tried:
+        lead = (
+            "**These results are too few to say.** No claim about what CCQ gains is judged by what is here: that takes "
+            "two models, one with CCQ and its control, trained alike and asked the same."
         )
-    return parts
+        return {"lead": lead + (" What they do say:" if items else ""), "listed": items}
+    count = Counter(v.verdict for v in tried)
+    verbs = ((HOLDS, "holds", "hold"), (FAILS, "does not", "do not"), (FEW, "needs more runs", "need more runs"),
+             (claims.UNTESTABLE, "cannot be tested at this size", "cannot be tested at this size"))  # fmt: skip
+    said = [
+        f"{count[verdict]} {one if count[verdict] == 1 else many}" for verdict, one, many in verbs if count[verdict]
+    ]
+    lead = f"**Of {plural(len(tried), 'claim')} about quality that were tried here, {', '.join(said)}.** "
+    if held := [v for v in tried if v.verdict == HOLDS]:
+        survive = sum(v.survives for v in held)
+        lead += (
+            f"Each is tested at 95% by itself: of {plural(len(held), 'claim')} that hold, {survive or 'none'} "
+            f"survive{'s' if survive == 1 or not survive else ''} Holm's correction for {held[0].tests} tests. "
+        )
+    lead += "What is decided, and the main ones:" if decided else "The main ones:"
+    return {"lead": lead, "listed": items}

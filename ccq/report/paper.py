@@ -1,4 +1,4 @@
-"""The paper's numbers (paper.toml), and where its bold or its text does not agree with its own tables."""
+"""The paper's numbers, which stand in paper.toml alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ccq.report.systems import label_of, scale_label
-
 HERE = Path(__file__).parent
-MEAN_ERROR = 0.0101  # a mean of cells rounded to 0.01, itself rounded
 
 
 @dataclass(frozen=True)
@@ -40,177 +37,99 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    scale: str
-    system: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True)
 class Table:
-    name: str
     label: str
     title: str
     columns: tuple[Column, ...]
-    more: tuple[Column, ...]  # that the paper leaves out
-    rows: tuple[Row, ...]
+    rows: dict[tuple[str, str], tuple[Cell, ...]]  # by scale and system
     bold: str  # among which rows the paper marks the best: "all", "recurrent" or "none"
-    gpus: int | None
-    mean: dict[str, Any] | None
-
-    def at(self, heading: str) -> int:
-        return [column.heading for column in self.columns].index(heading)
+    more: tuple[Column, ...] = ()  # that the paper leaves out
+    notes: tuple[str, ...] = ()  # where its bold, or its text, does not agree with its cells
+    gpus: int = 0
 
     def cell(self, scale: str, system: str, heading: str) -> Cell | None:
-        for row in self.rows:
-            if (row.scale, row.system) == (scale, system):
-                return row.cells[self.at(heading)]
-        return None
+        at = [column.heading for column in self.columns].index(heading)
+        row = self.rows.get((scale, system))
+        return None if row is None else row[at]
 
     def value(self, scale: str, system: str, heading: str) -> float | None:
         cell = self.cell(scale, system, heading)
         return None if cell is None else cell.value
 
+    def column(self, heading: str) -> Column:
+        return next(column for column in self.columns if column.heading == heading)
+
+    def of(self, scale: str) -> dict[str, tuple[Cell, ...]]:
+        return {system: cells for (where, system), cells in self.rows.items() if where == scale}
+
     @property
     def scales(self) -> list[str]:
-        return list(dict.fromkeys(row.scale for row in self.rows))
+        return list(dict.fromkeys(scale for scale, _ in self.rows))
+
+    @property
+    def where_run(self) -> str:
+        return f"{self.label}; {'one GPU' if self.gpus == 1 else f'{self.gpus} GPUs'}"
+
+    def counts(self, system: str) -> bool:
+        """Whether a row is one of those whose best is marked."""
+        return self.bold != "recurrent" or system != "transformer"
+
+
+class Printed(float):
+    """A number that is shown as it stands in the file: 0.40, not 0.4."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text.replace("-", "−")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number that the text gives; of a diagnostic also its model, which has so many layers and keys so long."""
+
+    value: float
+    what: str
+    where: str
+    model: str = ""
+    layers: int = 0
+    key_size: int = 0
+
+    def __str__(self) -> str:
+        return str(self.value)
 
 
 @dataclass(frozen=True)
 class Paper:
     tables: dict[str, Table]
-    facts: dict[str, dict]
-    statements: tuple[dict, ...]
+    facts: dict[str, Fact]
 
 
 @functools.cache
 def load(path: Path = HERE / "paper.toml") -> Paper:
-    content = tomllib.loads(path.read_text())
+    content = tomllib.loads(path.read_text(), parse_float=Printed)
     tables = {}
     for name, table in content["tables"].items():
-        rows = []
-        for scale, system, text in table["rows"]:
-            cells = tuple(Cell(part.rstrip("*"), part.endswith("*")) for part in text.split())
-            if len(cells) != len(table["columns"]):
-                raise ValueError(f"{path.name}: {name}, {scale} {system}: {len(cells)} cells")
-            rows.append(Row(scale, system, cells))
-        tables[name] = Table(
-            name=name,
-            label=table["label"],
-            title=table["title"],
-            columns=tuple(Column(*column) for column in table["columns"]),
-            more=tuple(Column(*column) for column in table.get("more", ())),
-            rows=tuple(rows),
-            bold=table["bold"],
-            gpus=table.get("gpus"),
-            mean=table.get("mean"),
-        )
-    return Paper(tables, content["facts"], tuple(content["statements"]))
+        rows = {(scale, system): tuple(Cell(part.rstrip("*"), part.endswith("*")) for part in text.split())
+                for scale, system, text in table["rows"]}  # fmt: skip
+        if any(len(cells) != len(table["columns"]) for cells in rows.values()):
+            raise ValueError(f"{path.name}: {name}: expected {len(table['columns'])} cells in each row")
+        columns = {key: tuple(Column(*column) for column in table.get(key, ())) for key in ("columns", "more")}
+        tables[name] = Table(**table | columns | {"rows": rows})
+    return Paper(tables, {name: Fact(**fact) for name, fact in content["facts"].items()})
 
 
-def eligible(system: str, among: str) -> bool:
-    """Whether a row is one of those whose best is marked."""
-    return among == "all" or (among == "recurrent" and not system.startswith("transformer"))
+def numbers_of(table: str, system: str) -> list[float | None]:
+    """A row of a table at 1.3B; empty where the paper has none."""
+    return [cell.value for cell in load().tables[table].rows.get(("1.3b", system), ())]
 
 
-def best(values: dict[Any, float | None], better: str) -> set:
-    """Keys of the best value, ties included; none where nothing is known or nothing is better."""
+def leader(values: dict[Any, float | None], better: str) -> Any:
+    """What is set in bold: the one that is best. None of several that are equal, nor one that stands alone."""
     known = {key: value for key, value in values.items() if value is not None}
-    if not known or better not in ("lower", "higher"):
-        return set()
+    if len(known) < 2 or better not in ("lower", "higher"):
+        return None
     top = (min if better == "lower" else max)(known.values())
-    return {key for key, value in known.items() if value == top}
-
-
-def leaders(values: dict[Any, float | None], better: str) -> set:
-    """What is set in bold: the best, unless all are the same, or there is but one."""
-    top = best(values, better)
-    return set() if len(top) == sum(value is not None for value in values.values()) else top
-
-
-def footnotes(paper: Paper, name: str) -> list[str]:
-    """Where the table's bold, its means, or what the text says of it do not agree with its cells."""
-    table = paper.tables[name]
-    return [
-        *wrong_bold(table),
-        *wrong_means(table),
-        *(note for statement in paper.statements if statement["table"] == name for note in wrong(table, statement)),
-    ]
-
-
-def wrong_bold(table: Table) -> list[str]:
-    notes: list[str] = []
-    if table.bold == "none":
-        return notes
-    for scale in table.scales:
-        rows = {row.system: row for row in table.rows if row.scale == scale and eligible(row.system, table.bold)}
-        for at, column in enumerate(table.columns):
-            top = best({system: row.cells[at].value for system, row in rows.items()}, column.better)
-            bold = {row.system for row in table.rows if row.scale == scale and row.cells[at].bold}
-            if bold == top:
-                continue
-            has = ", ".join(f"{label_of(s)} {rows[s].cells[at].text}" for s in rows if s in bold) or "nothing"
-            should = ", ".join(f"{label_of(s)} {rows[s].cells[at].text}" for s in rows if s in top)
-            notes.append(f"{column.heading}, {scale_label(scale)}: the paper prints {has} in bold; best is {should}.")
-    return notes
-
-
-def wrong_means(table: Table) -> list[str]:
-    notes: list[str] = []
-    if table.mean is None:
-        return notes
-    for row in table.rows:
-        parts = [row.cells[table.at(heading)].value or 0.0 for heading in table.mean["of"]]
-        told, mean = row.cells[table.at(table.mean["column"])], sum(parts) / len(parts)
-        if abs(mean - (told.value or 0.0)) > MEAN_ERROR:
-            notes.append(
-                f"{table.mean['column']}, {scale_label(row.scale)} {label_of(row.system)}: the paper prints "
-                f"{told.text}; the mean of its cells is {mean:.2f}."
-            )
-    return notes
-
-
-def wrong(table: Table, statement: dict) -> list[str]:
-    """A footnote where the table does not bear the statement out."""
-    failed = []
-    kind, scale = statement["kind"], statement["scale"]
-    for heading in statement["columns"]:
-        better = table.columns[table.at(heading)].better
-        if kind == "grain":
-            for row in table.rows:
-                value = row.cells[table.at(heading)].value or 0.0
-                steps = value / statement["value"]
-                if row.scale == scale and abs(steps - round(steps)) > 1e-6:
-                    failed.append(f"{heading} of {label_of(row.system)} is {row.cells[table.at(heading)].text}")
-            continue
-        row_value = table.value(scale, statement["row"], heading)
-        if kind == "best":
-            rows = [r.system for r in table.rows if r.scale == scale and eligible(r.system, statement["of"])]
-            top = best({system: table.value(scale, system, heading) for system in rows}, better)
-            if statement["row"] not in top:
-                leader = min(top, key=rows.index)
-                failed.append(
-                    f"{heading}: {label_of(leader)} has {table.value(scale, leader, heading)}, "
-                    f"{label_of(statement['row'])} {row_value}"
-                )
-            continue
-        other = table.value(scale, statement["other"], heading)
-        assert row_value is not None
-        assert other is not None
-        difference = row_value - other
-        if kind == "difference":
-            borne_out = abs(difference - statement["value"]) < 0.0051  # cells are rounded
-        elif kind == "improves":
-            borne_out = difference < 0 if better == "lower" else difference > 0
-        elif kind == "between":
-            low, high = statement["value"]
-            borne_out = low <= difference <= high
-        else:
-            raise ValueError(f"statements: kind: expected best, difference, improves, between or grain, got {kind!r}")
-        if not borne_out:
-            failed.append(f"{heading}: {row_value} against {other} ({difference:+.2f})")
-    if not failed:
-        return []
-    if kind == "grain":
-        return [f"{'; '.join(failed)}, while {statement['says']}."]
-    return [f"The text: {statement['says']}. The table: {'; '.join(failed)}."]
+    leaders = [key for key, value in known.items() if value == top]
+    return leaders[0] if len(leaders) == 1 else None

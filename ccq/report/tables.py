@@ -1,100 +1,132 @@
-"""The paper's tables with our numbers beside the paper's. Bold is computed from the numbers, in its rows too."""
+"""Tables of scores, training and claims: the paper's with our numbers beside its own. Bold is computed.
+
+What has tables of its own has them beside its code: see OWNERS in page.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ccq.report import paper as papers
-from ccq.report.claims import LEAST, LEAST_GAP, LEAST_GATE, SWITCHED_FROM, Verdict, parse
-from ccq.report.collect import Collection, Source, longest
-from ccq.report.document import Block, Cell, Row, Table
-from ccq.report.numbers import Estimate, Results
-from ccq.report.paper import Column, Paper, eligible, leaders
-from ccq.report.systems import SIZES, System, label_of, scale_label, seeds_label
-
-SMALL_PRINT = (
-    "Small print in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
-    "are three seeds or more"
+from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
+from ccq.report.claims import LEAST, NOT_RUN, Verdict
+from ccq.report.collect import Collection, Source
+from ccq.report.paper import Column, Paper, leader
+from ccq.report.paper import Table as PaperTable
+from ccq.report.results import VALID, Estimate, Record, Results, by_size, mean, row_of
+from ccq.report.table import (
+    NOT_IN_PAPER,
+    SMALL,
+    Block,
+    Cell,
+    Row,
+    Table,
+    human,
+    marks,
+    not_run,
+    number,
+    plural,
+    scale_label,
+    seeds_label,
 )
-MISSING = Cell("missing", kind="missing", hover="not among the results")
+from ccq.report.table import NOT_RUN as EMPTY
+from ccq.systems import SIZES, SYSTEMS, Identity
 
-
-def number(value: float, like: str = "") -> str:
-    """With as many digits as the paper's cell, or two.
-
-    >>> number(12.345), number(99.96, "100.0")
-    ('12.35', '100.0')
-    """
-    return f"{value:.{len(like.partition('.')[2]) if like else 2}f}"
-
-
-def marks(sources: Sequence[Source]) -> str:
-    """Footnotes of a row; of three numbers or more in a row the first and the last."""
-    numbers = sorted({source.number for source in sources})
-    parts, at = [], 0
-    while at < len(numbers):
-        end = at
-        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
-            end += 1
-        if end - at >= 2:
-            parts.append(f"[{numbers[at]}–{numbers[end]}](#source-{numbers[at]})")
-        else:
-            parts += [f"[{number}](#source-{number})" for number in numbers[at : end + 1]]
-        at = end + 1
-    return " ".join(parts)
+Counts = Callable[[str], bool]  # whether the best of a column may be this system
+SMALL_PRINT = (
+    f"{SMALL} in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
+    "are three seeds or more, else over test samples; hover for both. Repeats of a seed are averaged into it: they are "
+    "no further seeds, whichever side has them."
+)
 
 
 def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
     if estimate is None:
-        return MISSING
+        return EMPTY
     parts = []
-    seeds, samples = estimate.over_seeds, estimate.over_samples
+    seeds, samples, runs = estimate.over_seeds, estimate.over_samples, len(estimate.values)
     if seeds is not None:
         parts.append(f"95% over {len(estimate.by_seed)} seeds: {number(seeds[0])} to {number(seeds[1])}")
-    elif len(estimate.values) > 1:
-        parts.append(f"mean of {len(estimate.values)} runs")
+    elif runs > 1:
+        parts.append(f"mean of {runs} runs")
     if samples is not None:
-        what = "95% over samples" if len(estimate.values) == 1 else "95% over samples, mean of the runs' bounds"
+        what = "95% over samples" if runs == 1 else "95% over samples, mean of the runs' bounds"
         parts.append(f"{what}: {number(samples[0])} to {number(samples[1])}")
-    shown = seeds or samples
-    small = "" if shown is None else f"{number(shown[0], like)}–{number(shown[1], like)}"
-    named = [f"{name} {number(b[0], like)}–{number(b[1], like)}"
-             for name, b in (("seeds", seeds), ("samples", samples)) if b]  # fmt: skip
+    both = [
+        (name, f"{number(b[0], like)}–{number(b[1], like)}")
+        for name, b in (("seeds", seeds), ("samples", samples))
+        if b
+    ]
     told = [*parts, *(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
-    mark = "†" if estimate.notes else ""
-    return Cell(number(estimate.value, like) + mark, small, "\n".join(told), kind="ours", named=", ".join(named))
+    text = number(estimate.value, like) + ("†" if estimate.notes else "")
+    small = both[0][1] if both else ""
+    return Cell(text, small, "\n".join(told), kind="ours", named=", ".join(f"{name} {b}" for name, b in both))
+
+
+def score_rows(
+    rows: Sequence[Identity], columns: Sequence[Column], results: Results, likes: Sequence[str], counts: Counts = bool
+) -> list[Row]:
+    """Our rows of one size; the best of each column in bold, as it is shown."""
+    estimates = {row: [results.estimate(row, column.where) for column in columns] for row in rows}
+    cells = {row: [our_cell(e, like) for e, like in zip(mine, likes, strict=True)] for row, mine in estimates.items()}
+    for at, column in enumerate(columns):
+        shown = {
+            row: float(number(estimate.value, likes[at])) if (estimate := mine[at]) else None
+            for row, mine in estimates.items() if counts(row.system)
+        }  # fmt: skip
+        if (top := leader(shown, column.better)) is not None:
+            cells[top][at].bold = True
+    made = []
+    for row, mine in estimates.items():
+        known = [estimate for estimate in mine if estimate is not None]
+        sources = [source for estimate in known for source in estimate.sources]
+        runs = max((len(estimate.values) for estimate in known), default=0)
+        label = Cell(f"{row.label} {marks(sources)}", f"{runs} runs" if runs > 1 else "")
+        made.append(Row(label, cells[row], "ours" if is_cleaned(row) else ""))
+    return made
+
+
+def is_cleaned(row: Identity) -> bool:
+    return row.system in SYSTEMS and bool(SYSTEMS[row.system].options.get("clean"))
 
 
 def score_table(name: str, paper: Paper, results: Results) -> Table:
     """A table of scores: a block a scale of the paper, and a block a size of ours."""
     table = paper.tables[name]
-    columns = [*table.columns, *(c for c in table.more if any(results.estimate(s, c.where) for s in results.systems()))]
-    suites = {column.where.partition(":")[0] for column in columns}
-    ours = [s for s in results.systems() if any(results.runs(s, suite) for suite in suites)]
-    rows_of_paper = list(dict.fromkeys(row.system for row in table.rows))
+    asked = [*table.columns, *table.more]
+    of_paper = list(dict.fromkeys(system for _, system in table.rows))
+    ours = results.rows(*{column.where.partition(":")[0] for column in asked})
     if name == "ablations":
-        ours = [s for s in ours if s.key in rows_of_paper]
-    sizes = list(dict.fromkeys(system.size for system in ours))
-    blocks = []
-    for scale in table.scales:
-        blocks.append(Block(f"The paper, {scale_label(scale)}", paper_rows(table, scale, columns)))
-        if scale in sizes:
-            blocks.append(our_block(table, scale, ours, columns, results, rows_of_paper))
-    for size in sizes:
-        if size not in table.scales:
-            blocks.append(our_block(table, size, ours, columns, results, rows_of_paper))
+        ours = [row for row in ours if row.key in of_paper]
+    columns = [c for c in asked if any(results.estimate(row, c.where) for row in ours)] or list(table.columns)
+    sizes = by_size(ours)
+    first = next(iter(table.rows.values()))
+    likes = [first[table.columns.index(c)].text if c in table.columns else first[-1].text for c in columns]
+    blocks: list[Block] = []
+    folded = []
+    for size in dict.fromkeys((*table.scales, *sizes)):
+        if size in table.scales:
+            blocks.append(Block(f"The paper, {scale_label(size)}", paper_rows(table, size, columns)))
+        if size in sizes:
+            title = f"Here, {scale_label(size) or 'size unknown'}"
+            blocks.append(Block(title, score_rows(sizes[size], columns, results, likes, table.counts)))
+            present = {row.key for row in sizes[size]}
+            if size in SIZES[: SIZES.index("nano") + 1]:  # nobody sets out to train the paper's seven any smaller
+                folded += [f"{SYSTEMS[key].label}, {scale_label(size)}" for key in of_paper if key not in present]
     if not ours:
-        blocks.append(Block("Here", [Row(Cell("all systems"), [Cell("not run yet", kind="missing")], "ours")]))
-    notes = papers.footnotes(paper, name)
-    noted = [note for s in ours for c in columns if (e := results.estimate(s, c.where)) for note in e.notes]
+        folded = ["all systems"]
+    notes = list(table.notes)
+    if left := [column.heading for column in table.columns if column not in columns]:
+        notes.append(f"Columns of the paper's table that nobody ran here are left out: {', '.join(left)}.")
+    noted = [note for row in ours for c in columns if (e := results.estimate(row, c.where)) for note in e.notes]
     notes += [f"† {note}" for note in dict.fromkeys(noted)]
     if name == "niah":
         notes += results.found.needle_notes()
         said = [note for s in results.found.of("eval", "niah") for note in s.content.get("notes") or ()]
-        notes += [f"Here: {note}." for note in dict.fromkeys(said) if not note.startswith("keys and values")]
+        notes += [f"Here: {note}." for note in dict.fromkeys(said)]
     if ours:
-        notes.append(f"{SMALL_PRINT}, else over test samples; hover for both.")
-    return Table(f"{table.title} ({table.label})", ["", *(heading(c) for c in columns)], blocks, notes, name=name)
+        notes.append(SMALL_PRINT)
+    head = ["", *(heading(column) for column in columns)]
+    return Table(name, f"{table.title} ({table.label})", head, [*blocks, *not_run(folded)], notes)
 
 
 def heading(column: Column) -> str:
@@ -102,117 +134,170 @@ def heading(column: Column) -> str:
     return column.heading.replace(" ", "\u00a0") + arrow
 
 
-def paper_rows(table: papers.Table, scale: str, columns: list[Column]) -> list[Row]:
-    rows = [row for row in table.rows if row.scale == scale]
-    among = "all" if table.bold == "none" else table.bold
-    tops = [
-        leaders({row.system: row.cells[at].value for row in rows if eligible(row.system, among)}, column.better)
-        for at, column in enumerate(table.columns)
-    ]
-    made = []
-    for row in rows:
-        cells = [
-            Cell(cell.shown, bold=row.system in tops[at], kind="paper", hover=f"{table.label} of the paper")
-            for at, cell in enumerate(row.cells)
-        ]
-        cells += [Cell("–", kind="missing", hover="not in the paper")] * (len(columns) - len(cells))
-        made.append(Row(Cell(label_of(row.system)), cells, "paper"))
-    return made
+def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list[Row]:
+    rows = table.of(scale)
+    made = {system: Row(Cell(SYSTEMS[system].label), [], "paper") for system in rows}
+    for column in columns:
+        at = table.columns.index(column) if column in table.columns else None
+        top = (
+            None
+            if at is None
+            else leader({s: cells[at].value for s, cells in rows.items() if table.counts(s)}, column.better)
+        )
+        for system, cells in rows.items():
+            told = NOT_IN_PAPER
+            if at is not None:
+                told = Cell(cells[at].shown, bold=system == top, kind="paper", hover=f"{table.label} of the paper")
+            made[system].cells.append(told)
+    return list(made.values())
 
 
-def our_block(
-    table: papers.Table, size: str, ours: list[System], columns: list[Column], results: Results, expected: list[str]
-) -> Block:
-    here = [system for system in ours if system.size == size]
-    among = "all" if table.bold == "none" else table.bold
-    estimates = {system: [results.estimate(system, column.where) for column in columns] for system in here}
-    tops = []
-    for at, column in enumerate(columns):
-        values = {s: e[at].value if e[at] else None for s, e in estimates.items() if eligible(s.name, among)}  # type: ignore[union-attr]
-        tops.append(leaders(values, column.better))
-    likes = [next((row.cells[at].text for row in table.rows), "") for at in range(len(table.columns))]
-    likes += [likes[-1]] * (len(columns) - len(likes))
-    rows = []
-    present = {system.key for system in here}
-    if size in SIZES[SIZES.index("nano") + 1 :]:  # nobody sets out to train the paper's seven so small
-        expected = []
-    order = [*here, *(parse(key, size) for key in expected if key not in present)]
-    for system in sorted(order, key=lambda s: s.order):
-        if system not in estimates:
-            rows.append(Row(Cell(label_of(system.key)), [Cell("not run", kind="missing")], "ours"))
-            continue
-        cells = []
-        for at, estimate in enumerate(estimates[system]):
-            cell = our_cell(estimate, likes[at])
-            cell.bold = system in tops[at]
-            cells.append(cell)
-        sources = [s for e in estimates[system] if e is not None for s in e.sources]
-        number_of_runs = max((len(e.values) for e in estimates[system] if e is not None), default=0)
-        label = f"{system.label} {marks(sources)}"
-        rows.append(Row(Cell(label, f"{number_of_runs} runs" if number_of_runs > 1 else ""), cells, "ours"))
-    return Block(f"Here, {scale_label(size) or 'size unknown'}", rows)
+# -- how each was trained ----------------------------------------------------------------------------------------------
 
 
-def config_table(paper: Paper, found: Collection) -> Table:
-    """Layers, width and tokens: the paper's models, and the runs here."""
+def trained(found: Collection) -> dict[tuple[Identity, int, float], list[Source]]:
+    """Runs by row, steps and rate; of each row the longest: shorter ones are those of a sweep over rates."""
+    groups: dict[tuple[Identity, int, float], list[Source]] = {}
+    for run in sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0)):
+        groups.setdefault((row_of(run.identity), int(run.content["steps"]), run.rate or 0.0), []).append(run)
+    most = {row: max(steps for other, steps, _ in groups if other == row) for row, _, _ in groups}
+    return {key: runs for key, runs in groups.items() if key[1] == most[key[0]]}
+
+
+def models_table(paper: Paper, found: Collection, results: Results) -> Table:
+    """The paper's models, and the runs here: a row a system, size, number of steps and learning rate."""
     table = paper.tables["configs"]
-    blocks = [Block(f"The paper, {scale_label(scale)}", paper_rows(table, scale, list(table.columns)))
-              for scale in table.scales]  # fmt: skip
-    groups: dict[tuple, list[Source]] = {}
-    for run in sorted(longest(found.of("run")), key=lambda r: (r.system.order if r.system else (), r.seed or 0)):
-        groups.setdefault((run.system, run.content["steps"], run.content["optimizer"]["lr"]), []).append(run)
-    rows = []
-    for (system, steps, lr), runs in groups.items():
-        config, model, told = runs[0].content, runs[0].content["model"], "\n".join(run.told for run in runs)
-        each = config["data"].get("batch", 0) * (config["data"].get("length", 0) or 0)
-        tokens = human(each * steps) if config["data"].get("source") == "tokens" else "recall samples"
-        seed = seeds_label(run.seed for run in runs)
+    head = ["", *(c.heading for c in table.columns), "validation perplexity", "seeds", "rate", "steps", "parameters",
+            "embeddings", "state, MiB"]  # fmt: skip
+    blocks: dict[str, list[Row]] = {}
+    for scale in table.scales:
+        blocks[f"The paper, {scale_label(scale)}"] = rows = paper_rows(table, scale, table.columns)
+        for of_paper in rows:
+            of_paper.cells += [NOT_IN_PAPER] * (len(head) - 1 - len(of_paper.cells))
+    for (row, steps, lr), runs in trained(found).items():
+        data, model, told = runs[0].content["data"], runs[0].content["model"], "\n".join(run.told for run in runs)
+        same = [run for run in found.of("run") if row_of(run.identity) == row and int(run.content["steps"]) < steps]
+        tried = sorted(same, key=lambda run: run.rate or 0.0)
+        estimate = results.estimate(row, VALID)
+        whole = estimate is not None and all(source in runs for source in estimate.sources)
+        last = [value for run in runs if (value := run.last("valid_perplexity")) is not None]
+        tokens = human(runs[0].identity.tokens or 0) if data.get("source") == "tokens" else "recall samples"
+        done = min(run.last_step for run in runs)
+        sizes = sizes_of(runs[0])
         cells = [
-            Cell(str(model["num_hidden_layers"]), kind="ours", hover=told),
-            Cell(str(model["hidden_size"]), kind="ours", hover=told),
-            Cell(tokens, f"{min(run.last_step for run in runs):,} of {steps:,} steps, lr {lr:g}", told, kind="ours"),
+            *(Cell(str(model[name]), kind="ours", hover=told) for name in ("num_hidden_layers", "hidden_size")),
+            Cell(tokens, "", told, kind="ours"),
+            our_cell(estimate) if whole else Cell(f"{mean(last):.2f}", kind="ours") if last else EMPTY,
+            Cell(", ".join(sorted({str(run.seed) for run in runs}))),
+            Cell(f"{lr:g}", rates(tried)),
+            Cell(f"{steps:,}", "" if done >= steps else f"{done:,} done"),
+            *(Cell(text) for text in sizes),
         ]
-        rows.append(Row(Cell(f"{system.label}, {scale_label(system.size)}{seed} {marks(runs)}"), cells, "ours"))
-    blocks.append(Block("Here", rows or [Row(Cell("all systems"), [Cell("not run yet", kind="missing")], "ours")]))
-    return Table(f"{table.title} ({table.label})", ["", *(c.heading for c in table.columns)], blocks, name="configs")
+        label = Cell(f"{row.label} {marks([*runs, *tried])}")
+        ours = blocks.setdefault(title_of(row.size), [])
+        ours.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
+    notes = [
+        "State: of a sequence of the training length, the covariance counted.",
+        f"{SMALL} below a perplexity: the 95% interval of the mean over seeds (Student's t), where there are three; "
+        "below a rate: validation perplexity at each rate that was tried, in shorter runs with a seed that counts "
+        "nowhere else.",
+    ]
+    made = [Block(title, rows) for title, rows in blocks.items()] + (
+        [] if found.of("run") else not_run(["all systems"])
+    )
+    return Table("models", f"{table.title} ({table.label}), and how each was trained", head, made, notes)
 
 
-def human(count: float) -> str:
-    """
-    >>> human(15e9), human(98_304_000)
-    ('15B', '98.3M')
-    """
-    for unit, text in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= unit:
-            return f"{count / unit:.3g}{text}"
-    return f"{count:g}"
+def sizes_of(run: Source) -> list[str]:
+    """Parameters of the body and of the embeddings, and MiB of the state."""
+    from ccq.model.config import CCQConfig
+    from ccq.model.info import info
+
+    try:
+        found = info(CCQConfig(**run.content["model"]), run.content["data"]["length"])
+    except (TypeError, ValueError, KeyError):  # a config of another version
+        return ["–"] * 3
+    return [human(found.body), human(found.embedding), f"{found.state_bytes / 2**20:.2f}"]
+
+
+def rates(tried: list[Source]) -> str:
+    """What a sweep over learning rates gave."""
+    known = [(run.rate, value) for run in tried if (value := run.last("valid_perplexity")) is not None]
+    tokens = dict.fromkeys(human(run.identity.tokens or 0) for run in tried)
+    return f"{', '.join(f'{lr:g}: {x:.1f}' for lr, x in known)} after {', '.join(tokens)}" if known else ""
+
+
+SHOWN = 12  # scores of a repeated run
+
+
+def repeats_table(results: Results) -> Table | None:
+    """One row run several times with one seed: what differs is neither data nor seed."""
+    blocks, spreads = [], []
+    for (row, suite), records in results.index.items():
+        seeds: dict[int | None, dict[str, dict[str, Record]]] = {}  # [seed][setting][weights]
+        for setting in dict.fromkeys(record.setting for record in records):
+            estimate = results.estimate(row, f"{suite}:{setting}")
+            for record in estimate.records if estimate else ():
+                seeds.setdefault(record.seed, {}).setdefault(setting, {})[record.weights] = record
+        for seed, settings in seeds.items():
+            most = max(map(len, settings.values()))
+            if seed is not None and most > 1:
+                runs = {name: list(known.values()) for name, known in settings.items() if len(known) == most}
+                values = {name: sorted(r.value or 0.0 for r in known) for name, known in runs.items()}
+                spreads += [known[-1] - known[0] for known in values.values()]
+                sources = marks([record.source for known in runs.values() for record in known])
+                title = f"{row.label}, {scale_label(row.size)}, seed {seed}, {most} runs: {suite} {sources}"
+                blocks.append(Block(title, spread_rows(values)))
+    if not blocks:
+        return None
+    says = "What separates two systems by less than this is not told from chance."
+    if not any(spreads):
+        says = "They do not differ: what separates seeds is the seed's doing alone."
+    notes = [f"Runs of one config and one seed. {says} Elsewhere a seed that was repeated counts once, as the mean."]
+    return Table("repeats", "Run to run", ["", "values", "spread"], blocks, notes)
+
+
+def spread_rows(values: dict[str, list[float]]) -> list[Row]:
+    rows = []
+    for name, known in list(values.items())[:SHOWN]:
+        shown = Cell(", ".join(f"{x:.2f}" for x in known), kind="ours")
+        rows.append(Row(Cell(name), [shown, Cell(f"{known[-1] - known[0]:.2g}", kind="ours")]))
+    if more := [known[-1] - known[0] for known in list(values.values())[SHOWN:]]:
+        most = Cell(f"at most {max(more):.2g}", kind="ours")
+        rows.append(Row(Cell(f"{len(more)} more"), [Cell("", kind="ours"), most]))
+    return rows
+
+
+def title_of(size: str) -> str:
+    return size.capitalize() if size.startswith("width") else f"Here, {scale_label(size) or 'size unknown'}"
 
 
 # -- what was run, and what it says ------------------------------------------------------------------------------------
 
 
 def claims_table(verdicts: list[Verdict]) -> Table:
-    rows = []
-    for verdict in verdicts:
-        ours = f"{verdict.ours} {marks(verdict.sources)}".strip()
+    def row(verdict: Verdict, says: str) -> Row:
         hover = "\n".join(source.told for source in verdict.sources)
-        rows.append(
-            Row(
-                Cell(verdict.claim["says"]),
-                [
-                    Cell(verdict.paper, kind="paper"),
-                    Cell(ours, hover=hover, kind="missing" if verdict.ours == "not run" else "ours"),
-                    Cell(verdict.verdict, verdict.detail, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
-                ],
-            )
-        )
+        ours = f"{verdict.ours} {marks(verdict.sources)}".strip()
+        cells = [
+            Cell(verdict.paper, kind="paper"),
+            Cell(ours, hover=hover, kind="ours"),
+            Cell(verdict.verdict, verdict.why, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
+        ]
+        return Row(Cell(says), cells)
+
+    tried = [v for v in verdicts if v.verdict != NOT_RUN]
+    left = [v for v in verdicts if v.verdict == NOT_RUN]
+    blocks = [Block("", [row(v, v.says) for v in tried])] if tried else []
+    if left:
+        blocks.append(Block("Not run", [row(v, v.says) for v in left], folded=True))
     notes = [
         "Claims about scores are judged on paired differences, seed by seed: **holds** where their 95% interval over "
         "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it leaves out any gain "
         f"that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else **not enough "
         "runs**; **not testable** where neither gets any right, both get all, or they were trained for unequal tokens. "
-        "Claims about cost hold where both backbones are measured, at the paper's batch and length, and it is no more "
-        "than the paper's on either.",
+        "Repeats of a seed, of either side, are averaged into it before. Claims about cost hold where both backbones "
+        "are measured, at the paper's batch and length, and it is no more than the paper's on either.",
         "Alignment is judged model by model on the 95% interval over prompts (Student's t), at every layer or in the "
         f"mean over layers: **holds** where it is below zero, **does not** where it leaves out a gap of {LEAST_GAP:g} "
         "below zero, in one model; **not testable** where a head has no more than the top directions. The gate is "
@@ -220,9 +305,13 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         f"{SWITCHED_FROM:,} tokens and more at which a model finds any the interval over seeds is within the paper's "
         "bound, **does not** where it lies beyond at one, and is **not testable** where there is no such length.",
     ]
-    head = ["claim", "the paper", "here", "verdict"]
+    if tests := max((v.tests for v in verdicts), default=0):
+        notes.append(
+            f"Each claim is tested at 95% by itself. Of {plural(tests, 'test')} of scores over seeds about one in "
+            "twenty leaves out zero by chance alone: where one does, it is said whether it survives Holm's correction."
+        )
     caption = "Each claim, and what the results here say of it"
-    return Table(caption, head, [Block("", rows)], notes, stack=True, name="claims")
+    return Table("claims", caption, ["claim", "the paper", "here", "verdict"], blocks, notes, stack=True)
 
 
 def source_table(found: Collection) -> Table:
@@ -230,53 +319,22 @@ def source_table(found: Collection) -> Table:
     rows = []
     for source in found.sources:
         what = {"run": "training"}.get(source.kind, source.kind) + (f": {source.detail}" if source.detail else "")
-        model = "" if source.system is None else source.system.label
-        if source.seed is not None:
-            model += f", seed {source.seed}"
+        model = f"{source.identity.label}{seeds_label([source.seed])}"
         versions = source.origin.get("versions") or {}
         packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("ccq", "torch", "triton", "fla-core"))
-        rows.append(
-            Row(
-                Cell(f"{source.number}"),
-                [
-                    Cell(what, model),
-                    Cell(source.name, f"`{source.commands}`" if source.commands else ""),
-                    Cell(source.commit, packages),
-                    Cell(source.hardware),
-                    Cell(source.date),
-                ],
-            )
-        )
-    head = ["", "what", "file", "commit", "hardware", "date"]
+        cells = [
+            Cell(what, model),
+            Cell(source.name, f"`{source.commands}`" if source.commands else ""),
+            Cell(source.commit, packages),
+            Cell(source.hardware),
+            Cell(source.date),
+        ]
+        rows.append(Row(Cell(f"{source.number}"), cells))
     notes = []
     if any(source.metrics_only for source in found.sources):
         notes.append(
             "metrics: where scores were taken from a model's answers. These files do not say where it gave them (the "
             "run that trained it is beside them); what it was asked is in their `settings`."
         )
-    return Table("Where the numbers come from", head, [Block("", rows)], notes, stack=True, name="sources")
-
-
-def recall_table(results: Results) -> Table | None:
-    systems = results.systems("mqar")
-    if not systems:
-        return None
-    names = list(dict.fromkeys(n for s in systems for run in results.runs(s, "mqar") for n in run.content["scores"]))
-    names = sorted(names, key=lambda n: (n == "average", [int(p) for p in n.split("-") if p.isdigit()]))
-    columns = [Column(name, f"mqar:{name}", "higher") for name in names]
-    blocks = []
-    for size in dict.fromkeys(s.size for s in systems):
-        here = [s for s in systems if s.size == size]
-        estimates = {s: [results.estimate(s, c.where) for c in columns] for s in here}
-        tops = [leaders({s: e[at].value if e[at] else None for s, e in estimates.items()}, "higher")  # type: ignore[union-attr]
-                for at in range(len(columns))]  # fmt: skip
-        rows = []
-        for system in here:
-            cells = [our_cell(e) for e in estimates[system]]
-            for at, cell in enumerate(cells):
-                cell.bold = system in tops[at]
-            runs = results.runs(system, "mqar")
-            rows.append(Row(Cell(f"{system.label} {marks(runs)}", f"{len(runs)} runs" if len(runs) > 1 else ""), cells))
-        blocks.append(Block(f"Here, {scale_label(size) or 'size unknown'}", rows))
-    head = ["", *(n.replace("-", " tokens, ") + " pairs" if n != "average" else "average" for n in names)]
-    return Table("Recall (MQAR): keys answered, % (not in the paper)", head, blocks, name="recall")
+    head = ["", "what", "file", "commit", "hardware", "date"]
+    return Table("sources", "Where the numbers come from", head, [Block("", rows)], notes, stack=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ccq.bench.results import OWN, SHIPPED
-from ccq.bench.train import PAPER
 from ccq.files import read_json
 from ccq.model.info import ACTIVATION_BYTES, Info, info, size
 from ccq.model.loss import LOGITS
+from ccq.report.paper import numbers_of
 from ccq.train import RunError
 from ccq.train.command import parse, recipe_parser
 from ccq.train.config import Config, model_config
@@ -122,9 +122,10 @@ def speed_of(name: str, config: Config, model: Info, length: int) -> Speed:
     same = made.model == config.model
     if same and (system, scale, length) in here:
         return here[system, scale, length]
-    if same and scale == "1.3b" and system in PAPER and length == 4096:
-        return Speed(PAPER[system][0], "the paper's, a GPU of eight H200 with FSDP")
-    other = here.get((REFERENCE, "1.3b", 4096), Speed(PAPER[REFERENCE][0], "the paper's"))
+    paper = {name: rate for name in (system, REFERENCE) for rate in numbers_of("training", name)[:1] if rate}
+    if same and scale == "1.3b" and system in paper and length == 4096:
+        return Speed(paper[system], "the paper's, a GPU of eight H200 with FSDP")
+    other = here.get((REFERENCE, "1.3b", 4096), Speed(paper[REFERENCE], "the paper's"))
     known = info(model_config(recipe(f"{REFERENCE}_1.3b").model), 4096)
     return Speed(
         other.rate * known.train_flops / model.train_flops,

@@ -43,8 +43,7 @@ def test_alignment_writes_a_result_and_the_figures(folder, tmp_path, capsys):
     assert result["provenance"]["commit"]
     assert str(tmp_path) not in (out / "alignment_ccq_gla.json").read_text()
     for name in ("depth", "histogram", "heads", "spectrum"):
-        for ending in ("png", "svg"):
-            assert (out / f"alignment_ccq_gla_{name}.{ending}").stat().st_size > 2000
+        assert (out / f"alignment_ccq_gla_{name}.png").stat().st_size > 2000
     assert "novel minus planted" in capsys.readouterr().out
 
 
@@ -61,15 +60,15 @@ def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
     assert result["training"]["step"] == [1, 2, 3]
     assert result["of_bias"][0] == pytest.approx([0.01, 0.01])
     for name in ("layers", "training"):
-        assert (out / f"gate_ccq_gla_{name}.svg").exists()
+        assert (out / f"gate_ccq_gla_{name}.png").exists()
     assert cli.main(["analyze", "gate", "--run", str(run), "--out", str(out)]) == 0
     assert "lam" not in strict(out / "gate_run.json")
 
 
 @pytest.mark.parametrize(("kind", "numbers"), [("alignment", "points"), ("gate", "lam"), ("margin", "cells")])
 def test_without_matplotlib_there_are_numbers(kind, numbers, folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ccq.analysis.figures", None)
-    monkeypatch.delattr("ccq.analysis.figures", raising=False)  # where another test has imported it
+    monkeypatch.setitem(sys.modules, "ccq.figures", None)
+    monkeypatch.delattr("ccq.figures", raising=False)  # where another test has imported it
     model = folder()
     assert cli.main(["analyze", kind, str(model), "--variants", "3", "--sentences", "6", "--out", str(tmp_path)]) == 0
     assert strict(tmp_path / f"{kind}_ccq_gla.json")[numbers]
@@ -82,7 +81,7 @@ def test_margin_of_ours_and_of_a_model_without_cleaning(folder, tmp_path, capsys
     small = ["--variants", "3", "--sentences", "6", "--out", str(out)]
     assert cli.main(["analyze", "margin", str(ours), *small]) == 0
     assert strict(out / "margin_ccq_gla.json")["own_lam"] is True
-    assert (out / "margin_ccq_gla.svg").exists()
+    assert (out / "margin_ccq_gla.png").exists()
     assert cli.main(["analyze", "margin", str(plain), *small]) == 1
     assert "expected a lam to measure it with (--lam)" in capsys.readouterr().err
     own = ["--prompt", "The cat saw a dog. Who saw a dog?", "--needle", "cat", "--lam", "0.5"]

@@ -8,7 +8,6 @@ import pytest
 from test_engine import requests_of
 
 from ccq.bench import eval as bench
-from ccq.report import speed
 from ccq.report.collect import collect
 
 
@@ -27,7 +26,7 @@ def test_everything_asked_is_answered_and_both_ways_agree(llama, tmp_path):
     (tmp_path / "made.json").write_text(
         json.dumps({"commit": "abc", "date": "2026-01-01", "versions": {}, "rows": [row]})
     )
-    table = speed.evaluation_table(collect([tmp_path]))
+    [table] = bench.tables(collect([tmp_path]))
     assert [cell.text for cell in table.blocks[0].rows[0].cells][:2] == ["12", f"{row['tokens']:,}"]
     assert "0 of 3 likeliest answers change in bfloat16" in table.notes[0]
 

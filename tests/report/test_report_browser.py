@@ -95,7 +95,7 @@ def test_the_page_in_a_browser(report, tmp_path):
     for width, page in seen.items():
         assert page["client"] == width
         assert page["scroll"] <= width, f"at {width} px the page scrolls sideways"
-        assert len(page["figures"]) == 14
+        assert len(page["figures"]) == 10
         for name, *panels in page["figures"]:
             assert panels, name
             for panel_width, height, left, right in panels:

@@ -4,11 +4,12 @@ import json
 
 import pytest
 from helpers import pack
-from made_results import BENCHMARKS, alignment, evaluation, origin, suites, text_run, training_run
+from made_results import BENCHMARKS, alignment, evaluation, origin, text_run, training_run
 
 from ccq.report.collect import collect
-from ccq.report.numbers import Results
-from ccq.report.systems import System
+from ccq.report.page import build, without_unusable
+from ccq.report.results import Results
+from ccq.systems import Identity
 
 ONE = {"niah_single_1/1024": (50.0, "mean")}
 
@@ -46,11 +47,16 @@ def test_damaged_files_are_named_and_the_rest_is_there(tmp_path):
     broken = json.loads(content)
     broken["scores"] = {"niah_single_1/1024": "high"}
     (tmp_path / "scores.json").write_text(json.dumps(broken))
-    found = collect([tmp_path])
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    whole = json.loads(content)
+    (tmp_path / "suite.json").write_text(json.dumps(whole | {"suite": [1]}))
+    (tmp_path / "hash.json").write_text(json.dumps(whole | {"model": {"name": "gla-nano", "hash": [1]}}))
+    (tmp_path / "identity.json").write_text(json.dumps(whole | {"identity": {"system": 1}}))
+    found = without_unusable(collect([tmp_path]))
     assert [source.name for source in found.sources] == ["good/niah.json"]
-    assert len(found.problems) == 4
-    for name in ("cut.json", "bytes.json", "lacks.json", "scores.json"):
-        assert sum(name in problem for problem in found.problems) == 1
+    assert len(found.problems) == 8
+    for name in ("cut", "bytes", "lacks", "scores", "deep", "suite", "hash", "identity"):
+        assert sum(f"{name}.json" in problem for problem in found.problems) == 1
 
 
 def test_what_is_half_finished_is_said(tmp_path):
@@ -102,19 +108,20 @@ def test_mixed_commits_versions_samples_and_quick_looks_are_said(tmp_path):
     assert collect([tmp_path / "a"]).notices() == []
 
 
+def row(source):
+    return Identity(source.identity.system, source.identity.variant, source.identity.size)
+
+
 def test_a_result_is_of_what_it_says(tmp_path):
     training_run(tmp_path / "first", "ccq_gated_deltanet_uncentred_tiny", 7, 600)
     told = json.loads((tmp_path / "first" / "config.json").read_text())["identity"]
     evaluation(tmp_path / "first" / "eval", "niah", ONE, "model")
     evaluation(tmp_path / "gla-nano-seed3", "niah", ONE, "gla-nano-seed3", identity=told)  # not what its names say
-    evaluation(tmp_path / "first" / "off", "niah", ONE, "model, lam off")
-    evaluation(tmp_path / "first" / "none", "niah", ONE, "model, lam none")  # the same as unchanged
     found = {source.path.parent.name: source for source in collect([tmp_path]).of("eval")}
-    system = System("ccq-gated-deltanet-uncentred", "", "tiny")
-    assert {name: (s.system, s.seed, s.run is not None) for name, s in found.items()} == {
+    system = Identity("ccq-gated-deltanet-uncentred", "", "tiny")
+    assert {name: (row(s), s.seed, s.run is not None) for name, s in found.items()} == {
         "eval": (system, 7, True),
-        "gla-nano-seed3": (system, 7, True),
-        "off": (System("ccq-gated-deltanet-uncentred", "switched off at inference", "tiny"), 7, True),
+        "gla-nano-seed3": (system, 7, False),
     }
 
 
@@ -122,9 +129,12 @@ def test_a_result_without_identity_is_shown_under_its_models_name_and_compared_w
     text_run(tmp_path / "gla_nano_seed0", "gla_nano", 0, 30.0)
     evaluation(tmp_path / "gla_nano_seed0" / "eval", "niah", ONE, "gla-nano-seed0", identity=None)
     found = collect([tmp_path])
-    assert [source.system for source in found.of("eval")] == [System("gla-nano-seed0")]
-    [said] = [note for note in found.notices() if "without an identity" in note]
-    assert said.endswith("gla_nano_seed0/eval/niah.json.")
+    evaluation(tmp_path / "other", "niah", ONE, "gla-nano-seed0", identity=None)
+    found = collect([tmp_path])
+    names = ["gla-nano-seed0 (eval/niah.json)", "gla-nano-seed0 (other/niah.json)"]
+    assert [source.identity for source in found.of("eval")] == [Identity(name) for name in names]
+    assert sum("carries no identity" in note for note in found.notices()) == 2
+    assert [row.label for row in Results(found).rows("niah")] == names  # each by itself
 
 
 def test_a_run_of_an_older_version_is_what_its_options_tell(tmp_path):
@@ -134,25 +144,10 @@ def test_a_run_of_an_older_version_is_what_its_options_tell(tmp_path):
     config["system"] = config.pop("runtime")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     [run] = collect([tmp_path]).of("run")
-    assert (run.system, run.seed) == (System("ccq-gla-open", "", "pico"), 3)
+    assert (row(run), run.seed) == (Identity("ccq-gla-open", "", "pico"), 3)
 
 
-@pytest.mark.parametrize("suite", ["lm", "niah", "length", "longbench", "mqar"])
-def test_the_made_up_results_have_the_names_of_the_real_suites(suite):
-    """What the other tests rely on: the scores that the tables ask for are those that the suites write."""
-    from ccq.evaluate.statistics import average  # noqa: F401 -- the suites are importable
-    from ccq.report.numbers import scores_like
-    from ccq.report.paper import load
-
-    made = {**suites(0.5)[suite], "average": 0, "average/8192": 0}
-    for table in load().tables.values():
-        for column in table.columns:
-            where, _, pattern = column.where.partition(":")
-            if where == suite:
-                assert scores_like(made, pattern), column
-
-
-SHIPPED = System("gla", "convolution of 4", "pico")
+SHIPPED = Identity("gla", "convolution of 4", "pico")
 
 
 def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
@@ -166,11 +161,11 @@ def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
     evaluation(tmp_path / "again", "length", {"code/4096": (9.0, "perplexity")}, "gla-pico", identity=told,
                model={"name": "gla-pico", "hash": "a" * 64})  # fmt: skip
     found = collect([tmp_path])
-    told = {(s.path.parent.name, s.detail): (s.system, s.seed) for s in found.of("eval")}
-    run = System("gla", "", "pico")
+    told = {(s.path.parent.name, s.detail): (row(s), s.seed) for s in found.of("eval")}
+    run = Identity("gla", "", "pico")
     assert told == {("eval", "niah"): (run, 0), ("gla-pico", "niah"): (SHIPPED, 0), ("again", "length"): (run, 0)}
     results = Results(found)
-    values = {s: results.estimate(s, "niah:niah_single_1/1024").value for s in results.systems("niah")}
+    values = {s: results.estimate(s, "niah:niah_single_1/1024").value for s in results.rows("niah")}
     assert values == {run: 50.0, SHIPPED: 90.0}
 
 
@@ -184,7 +179,7 @@ def test_of_a_seed_only_equal_weights_and_declared_repeats_are_averaged(tmp_path
     ):
         model = {"name": folder.split()[0], "hash": weights}
         evaluation(tmp_path / folder, "niah", {group: (value, "mean")}, model["name"], n=n, model=model)
-    estimate = Results(collect([tmp_path])).estimate(System("gla", "", "nano"), f"niah:{group}")
+    estimate = Results(collect([tmp_path])).estimate(Identity("gla", "", "nano"), f"niah:{group}")
     assert estimate.by_seed == {0: 60.0}
     assert sorted(estimate.values) == [40.0, 60.0, 80.0]
     [note] = estimate.notes
@@ -196,9 +191,9 @@ def test_a_seed_that_was_run_twice_counts_once_over_samples_too(tmp_path):
     for name, value in (("seed0", 40.0), ("seed0-repeat", 60.0), ("seed1", 90.0)):
         model = {"name": f"gla-nano-{name}", "hash": name}
         evaluation(tmp_path / name, "niah", {group: (value, "mean")}, model["name"], n=100, model=model)
-    estimate = Results(collect([tmp_path])).estimate(System("gla", "", "nano"), f"niah:{group}")
+    estimate = Results(collect([tmp_path])).estimate(Identity("gla", "", "nano"), f"niah:{group}")
     assert estimate.value == 70
-    low, high = ([bounds[at] for bounds in estimate.samples] for at in (0, 1))
+    low, high = ([record.interval[at] for record in estimate.records] for at in (0, 1))
     names = [source.path.parent.name for source in estimate.sources]
     weights = [0.5 if name == "seed1" else 0.25 for name in names]
     for at, bounds in enumerate((low, high)):
@@ -231,36 +226,21 @@ def test_of_an_evaluation_in_stages_it_is_said_where_the_model_answered(tmp_path
 
 
 def test_what_needles_rest_on_is_said(tmp_path):
-    from ccq.report.docs import tables_of
-    from ccq.report.page import build
-
     settings = {"settings": {"keys": "odd"}, "notes": ["the largest haystack that fits"]}
     evaluation(tmp_path / "gla-pico", "niah", ONE, "gla-pico", model={"name": "gla-pico", "hash": "a"}, **settings)
     for name, needles, words in (("needles", 0.11, ""), ("plain", 0.0, "trained on plain text")):
         text_run(tmp_path / name, "gla_nano", 0, 30.0, needles=needles, variant=words)
         evaluation(tmp_path / name / "eval", "niah", ONE, "model", **settings)
     found = collect([tmp_path])
-    notes = [" ".join(found.notices()), " ".join(tables_of(build(found).parts)["niah"].notes)]
+    notes = [" ".join(found.notices()), " ".join(build(found).tables["niah"].notes)]
     for said in notes:
         assert "keys and values that needle documents of training never hold (`--keys odd`)" in said
-        assert "Needles at pico: 53% of the training tokens are needle documents" in said
+        assert "Needles at pico, convolution of 4: 53% of the training tokens are needle documents" in said
         assert "Needles at nano: 11% of the training tokens are needle documents" in said
         assert "Needles at nano, trained on plain text: the training text has no needle documents." in said
     assert "Here: the largest haystack that fits." in notes[1]
     evaluation(tmp_path / "plain" / "gla-nano-seed1", "niah", ONE, "gla-nano-seed1")
     assert "Needles asked for by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
-
-
-def test_json_that_cannot_be_read_or_sorted_is_named(tmp_path):
-    evaluation(tmp_path / "good", "niah", ONE, "gla-nano")
-    content = json.loads((tmp_path / "good" / "niah.json").read_text())
-    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
-    (tmp_path / "suite.json").write_text(json.dumps(content | {"suite": [1]}))
-    (tmp_path / "hash.json").write_text(json.dumps(content | {"model": {"name": "gla-nano", "hash": []}}))
-    found = collect([tmp_path])
-    assert [source.name for source in found.sources] == ["good/niah.json"]
-    for name in ("deep.json", "suite.json", "hash.json"):
-        assert sum(name in problem for problem in found.problems) == 1
 
 
 def test_a_model_that_was_changed_at_inference_is_no_other_model(tmp_path):
@@ -276,14 +256,11 @@ def test_a_model_that_was_changed_at_inference_is_no_other_model(tmp_path):
     found = collect([tmp_path])
     assert not any("the same samples" in note for note in found.notices())
     assert "Quick looks, not whole suites: ccq_gla_pico_seed0/eval/niah.json (first 2)." in found.notices()
-    names = [source.name for source in found.of("eval")]
-    assert names == [
-        f"ccq_gla_pico_seed0/{place}/niah.json" for place in ("eval", "intervene/others/off", "intervene/passkey/off")
-    ]
+    assert [source.name for source in found.of("eval")] == ["ccq_gla_pico_seed0/eval/niah.json"]
 
 
 def test_the_newest_of_one_day_is_the_later(tmp_path):
-    from ccq.report.speed import find
+    from ccq.bench.tables import find
 
     for number, hour in enumerate(("08", "20")):
         content = json.loads((BENCHMARKS / "decode_h200.json").read_text())

@@ -1,119 +1,97 @@
-"""The paper's numbers, and the footnotes where it disagrees with itself."""
+"""The paper's numbers, and the notes where it disagrees with itself."""
 
-import dataclasses
 import json
+import re
 
 import pytest
 from made_results import BENCHMARKS
 
-from ccq.report import paper as papers
-from ccq.report.paper import Cell, best, footnotes, leaders
+from ccq.bench.layer import paper_ms
+from ccq.report.paper import leader, load, numbers_of
+from ccq.systems import SYSTEMS
+
+TABLES = load().tables
+MEAN_ERROR = 0.0101  # a mean of cells rounded to 0.01, itself rounded
 
 
-@pytest.fixture
-def paper():
-    return papers.load()
+def test_the_columns_whose_bold_is_wrong_are_noted_and_no_other():
+    wrong = []
+    for table in TABLES.values():
+        for scale in table.scales if table.bold != "none" else ():
+            rows = {s: cells for s, cells in table.of(scale).items() if table.counts(s)}
+            for at, column in enumerate(table.columns):
+                values = {system: cells[at].value for system, cells in rows.items()}
+                top = (min if column.better == "lower" else max)(values.values())
+                best = [system for system, value in values.items() if value == top]
+                bold = [system for system, cells in table.of(scale).items() if cells[at].bold]
+                if bold != best:
+                    has, should = (f"{SYSTEMS[s].label} {values[s]}" for s in (bold[0], best[0]))
+                    wrong.append(
+                        f"{column.heading}, {scale.upper()}: the paper prints {has} in bold; best is {should}."
+                    )
+    assert wrong == [note for table in TABLES.values() for note in table.notes if "in bold" in note]
+    assert len(wrong) == 2
 
 
-def changed(paper, name, scale, system, heading, cell):
-    """The paper with another cell."""
-    table = paper.tables[name]
-    rows = []
-    for row in table.rows:
-        if (row.scale, row.system) == (scale, system):
-            cells = list(row.cells)
-            cells[table.at(heading)] = cell
-            row = dataclasses.replace(row, cells=tuple(cells))
-        rows.append(row)
-    return dataclasses.replace(paper, tables=paper.tables | {name: dataclasses.replace(table, rows=tuple(rows))})
+def test_means_are_those_of_their_cells():
+    parts = {"lm": ("PIQA", "BoolQ"), "longbench": ("NQA", "RBP")}
+    for name, (first, last) in parts.items():
+        headings = [column.heading for column in TABLES[name].columns]
+        within = slice(headings.index(first), headings.index(last) + 1)
+        for cells in TABLES[name].rows.values():
+            values = [cell.value for cell in cells[within]]
+            assert cells[headings.index("Avg.")].value == pytest.approx(sum(values) / len(values), abs=MEAN_ERROR)
 
 
-def test_the_two_columns_whose_bold_is_wrong_are_found_and_no_other(paper):
-    told = [note for name in paper.tables for note in footnotes(paper, name) if "in bold" in note]
-    assert told == [
-        "LCC, 1.3B: the paper prints Gated DeltaNet 24.62 in bold; best is GLA 25.26.",
-        "RBP, 1.3B: the paper prints CCQ-GLA 26.37 in bold; best is GLA 26.81.",
-    ]
+def test_what_the_notes_quote_is_in_the_cells():
+    quoted = 0
+    for table in TABLES.values():
+        for note in table.notes:
+            for heading, one, two, difference in re.findall(
+                r"(\w+ \w+|\w+): ([\d.]+) against ([\d.]+) \((.+?)\)", note
+            ):
+                cells = {table.cell(*row, heading).text for row in table.rows}
+                assert {one, two} <= cells
+                assert f"{float(one) - float(two):+.2f}".replace("-", "−") == difference
+                quoted += 1
+    assert quoted == 5
+    steps = {float(c.text) * 5 % 1 for (_, s), cells in TABLES["ablations"].rows.items() for c in cells[3:]
+             if s != "ccq-gated-deltanet-fixed-lam"}  # fmt: skip
+    assert max(min(x, 1 - x) for x in steps) < 1e-6  # multiples of 0.2
+    assert TABLES["ablations"].cell("1.3b", "ccq-gated-deltanet-fixed-lam", "S2 4K").text == "84.3"
 
 
-def test_text_that_its_table_does_not_bear_out_is_found(paper):
-    told = " ".join(note for name in paper.tables for note in footnotes(paper, name))
-    assert "RBP: GLA has 26.81, CCQ-GLA 26.37" in told
-    assert "Wiki ppl: 18.01 against 17.98 (+0.03)" in told
-    assert "TRC: 39.5 against 24.75 (+14.75); TQA: 26.09 against 22.85 (+3.24)" in told
-    assert "is 84.3, while all other S-NIAH accuracies are multiples of 0.2" in told
-    assert len([note for name in paper.tables for note in footnotes(paper, name)]) == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "scale", "system", "heading", "cell", "told"),
-    [
-        ("niah", "1.3b", "ccq-gla", "S2 8K", Cell("50.0", True), "best is CCQ-Gated DeltaNet 58.4"),
-        ("lm", "1.3b", "transformer", "Avg.", Cell("55.60"), "Avg., 1.3B Transformer: the paper prints 55.60"),
-        ("lm", "1.3b", "gla", "Wiki ppl", Cell("18.90"), "-1.98"),
-        ("niah", "1.3b", "gated-deltanet", "S3 4K", Cell("6.4"), "+40.20"),
-    ],
-)
-def test_a_cell_that_were_otherwise_would_be_told(paper, name, scale, system, heading, cell, told):
-    other = changed(paper, name, scale, system, heading, cell)
-    new = set(footnotes(other, name)) - set(footnotes(paper, name))
-    assert any(told in note for note in new), new
-
-
-def test_a_tie_is_bold_in_both_rows(paper):
-    both = changed(paper, "niah", "1.3b", "transformer", "S3 1K", Cell("94.4", True))
-    assert not [note for note in footnotes(both, "niah") if "in bold" in note]
-    one = changed(paper, "niah", "1.3b", "transformer", "S3 1K", Cell("94.4"))
-    assert "best is CCQ-GLA 94.4, Transformer 94.4." in footnotes(one, "niah")[0]
-
-
-def test_the_transformer_is_bold_in_the_needle_table_only(paper):
-    assert not [r for r in paper.tables["lm"].rows if r.system == "transformer" and any(c.bold for c in r.cells)]
-    assert paper.tables["niah"].cell("1.3b", "transformer", "S3 4K").bold
-
-
-def test_tables_that_share_cells_agree(paper):
+def test_tables_that_share_cells_agree():
     """The ablations quote the language and needle tables."""
-    ablations, lm, niah = (paper.tables[name] for name in ("ablations", "lm", "niah"))
     for system in ("gated-deltanet", "ccq-gated-deltanet"):
-        for column in ablations.columns:
-            other = lm if column.where.startswith("lm:") else niah
-            assert (
-                ablations.cell("1.3b", system, column.heading).text == other.cell("1.3b", system, column.heading).text
-            )
+        for column in TABLES["ablations"].columns:
+            other = TABLES["lm" if column.where.startswith("lm:") else "niah"]
+            one, two = (table.cell("1.3b", system, column.heading).text for table in (TABLES["ablations"], other))
+            assert one == two
 
 
-def test_benchmarks_quote_the_same_numbers(paper):
-    from ccq.bench.train import PAPER
-
-    for system, (rate, memory) in PAPER.items():
-        row = [paper.tables["training"].value("1.3b", system.replace("_", "-"), c.heading)
-               for c in paper.tables["training"].columns]  # fmt: skip
-        assert row == [rate, memory]
-    inference = paper.tables["inference"]
-    for file, column, key in (("prefill_h200", "4K prefill, ms", "paper_ms"),
-                              ("decode_h200", "decode, tokens/s", "paper_tok_s")):  # fmt: skip
+def test_benchmarks_quote_the_same_numbers():
+    for file, at, key in (("prefill_h200", 0, "paper_ms"), ("decode_h200", 1, "paper_tok_s")):
         for row in json.loads((BENCHMARKS / f"{file}.json").read_text())["rows"]:
-            assert inference.value("1.3b", row["system"], column) == row[key]
-    layer = paper.tables["layer"]
-    names = {("gla", "fla"): "gla", ("gla", "ours"): "ccq-gla", ("gdn", "fla"): "gated-deltanet",
-             ("gdn", "ours"): "ccq-gated-deltanet"}  # fmt: skip
+            assert next(iter(numbers_of("inference", row["system"])[at:]), None) == row[key]
     for row in json.loads((BENCHMARKS / "layer_h200.json").read_text())["rows"]:
-        if (row["backbone"], row["variant"]) in names:
-            heading = f"{row['pass']}, {row['T'] // 1024}K"
-            assert layer.value("1.3b", names[row["backbone"], row["variant"]], heading) == row["paper_ms"]
+        assert paper_ms(row["backbone"], row["variant"], row["pass"], row["T"]) == row["paper_ms"]
+    for row in json.loads((BENCHMARKS / "train_h200.json").read_text())["rows"]:
+        assert row["paper"] in (None, numbers_of("training", row["system"]))
 
 
-def test_one_gpu_or_eight_is_said_of_every_speed_table(paper):
-    assert {name: paper.tables[name].gpus for name in ("layer", "inference", "training")} == {
-        "layer": 1, "inference": 1, "training": 8,
-    }  # fmt: skip
+def test_one_gpu_or_eight_is_said_of_every_speed_table():
+    told = {name: TABLES[name].where_run.rpartition("; ")[2] for name in ("layer", "inference", "training")}
+    assert told == {"layer": "one GPU", "inference": "one GPU", "training": "8 GPUs"}
 
 
-def test_best_counts_ties_and_leaves_out_what_is_not_known():
-    assert best({"a": 1.0, "b": 2.0, "c": 2.0, "d": None}, "higher") == {"b", "c"}
-    assert best({"a": 1.0, "b": 2.0}, "lower") == {"a"}
-    assert best({"a": None}, "higher") == set()
-    assert leaders({"a": 0.0, "b": 0.0, "c": None}, "higher") == set()  # all the same: nothing leads
-    assert leaders({"a": 0.0, "b": None}, "higher") == set()  # nor does one alone
-    assert leaders({"a": 0.0, "b": 1.0}, "higher") == {"b"}
+def test_facts_are_shown_as_they_are_printed():
+    assert [str(load().facts[name]) for name in ("lam_retrieval", "gap_qwen3")] == ["0.40", "−0.111"]
+
+
+def test_one_leads_and_none_of_several_that_are_equal():
+    assert leader({"a": 1.0, "b": 2.0, "c": None}, "higher") == "b"
+    assert leader({"a": 1.0, "b": 2.0}, "lower") == "a"
+    assert leader({"a": 1.0, "b": 2.0, "c": 2.0}, "higher") is None
+    assert leader({"a": 0.0, "b": None}, "higher") is None  # nor does one alone
+    assert leader({"a": 1.0, "b": 2.0}, "") is None

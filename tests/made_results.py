@@ -20,7 +20,7 @@ from ccq.evaluate.statistics import average, summary
 from ccq.files import write_json
 from ccq.systems import OFF, SIZES, UNCHANGED, Identity
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "results"
 SYSTEMS = ("transformer", "gla", "gla-unit", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
 
 
@@ -217,6 +217,7 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
     from ccq.train.recall_result import test_scores
 
     config = recipe(f"{row}_{size}")
+    config.seed, config.steps = seed, steps
     rng = np.random.default_rng([seed, repeat, len(row)])
     quality = RECALL[row] - {1e-3: 0.2, 3.16e-3: 0.0, 1e-2: 0.1}[lr] + 0.01 * seed * (-1 if "ccq" in row else 1)
     right = [rng.binomial(pairs, quality, size=n) for _, pairs, n in SLICES]

@@ -1,0 +1,162 @@
+"""What the report's tables of benchmarks share, and what CCQ costs. Each benchmark's own is `tables` in its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ccq.report.collect import Collection, Source
+from ccq.report.paper import load
+from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, change, marks
+from ccq.systems import SYSTEMS
+
+RANGE = "Small print in a cell: the range that was measured."
+CLEANED = ("ccq-gla", "ccq-gated-deltanet")  # whose cost the paper gives
+# backbone and variant in the rows of `ccq bench layer` and `decode-op`
+LAYERS = {
+    ("gla", "fla"): "gla",
+    ("gla", "unit"): "gla-unit",
+    ("gla", "ours"): "ccq-gla",
+    ("gdn", "fla"): "gated-deltanet",
+    ("gdn", "ours"): "ccq-gated-deltanet",
+}
+BATCH = 8  # of the paper's inference
+
+
+def newest(found: Collection, kind: str) -> Source | None:
+    return max(found.of("bench", kind), key=lambda s: s.when, default=None)
+
+
+def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
+    """The newest row that has these values."""
+    for source in sorted(sources, key=lambda s: s.when, reverse=True):
+        for row in source.content["rows"]:
+            if all(row.get(key) == value for key, value in wanted.items()):
+                return row, source
+    return None
+
+
+def spread(timing: dict, scale: float = 1.0, digits: int = 2) -> tuple[str, str]:
+    """Median, and the range that the file gives."""
+    median, low, high = (f"{scale * timing[name]:.{digits}f}" for name in ("median", "low", "high"))
+    return median, f"{low}–{high}"
+
+
+def noted(sources: Iterable[Source]) -> str:
+    """What whoever measured it has to say of it."""
+    notes = dict.fromkeys(source.content["note"] for source in sources if source.content.get("note"))
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def timed(text: str, small: str = "", source: Source | None = None) -> Cell:
+    return Cell(text, small, "" if source is None else source.told, kind="ours")
+
+
+def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
+    """A cell of the paper; with CCQ over the backbone `ratio`, in brackets."""
+    told = load().tables[table].cell("1.3b", system, heading)
+    if told is None:
+        return NOT_IN_PAPER
+    base = load().tables[table].value("1.3b", ratio, heading) if ratio and ratio != system else None
+    text = f"{told.value:,.0f}" if told.value and told.value > 1e4 else told.shown
+    return Cell(
+        text + (f" ({told.value / base:.2f}×)" if base and told.value else ""),
+        kind="paper",
+        hover=load().tables[table].where_run,
+    )
+
+
+def row_kind(system: str) -> str:
+    return "ours" if SYSTEMS[system].options.get("clean") else ""
+
+
+def over(value: float, control: float | None) -> str:
+    """What CCQ changes, in brackets."""
+    return "" if control is None else f" ({change(value / control)})"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A cost that the paper gives too: which benchmark has it, and how it is read."""
+
+    kind: str
+    table: str  # of paper.toml
+    column: str
+    what: str
+    value: Callable[[dict], float]
+    range: Callable[[dict], dict] | None = None  # timings with what was measured at least and at most
+
+    @property
+    def rate(self) -> bool:
+        return load().tables[self.table].column(self.column).better == "higher"
+
+    def added(self, ratio: float) -> float:
+        """Time or memory more, in percent."""
+        return 100 * ((1 / ratio if self.rate else ratio) - 1)
+
+    def papers(self, system: str) -> float:
+        """With CCQ over without, where without has no unit q and k."""
+        table = load().tables[self.table]
+        one, two = (table.value("1.3b", name, self.column) for name in (system, SYSTEMS[system].family))
+        assert one is not None
+        assert two is not None
+        return one / two
+
+    def rows(self, source: Source) -> dict[str, dict]:
+        """By system, at the paper's size, batch and length."""
+        rows = source.content["rows"]
+        if self.kind == "layer":
+            at = [r for r in rows if (r["pass"], r["B"], r["T"]) == ("forward and backward", 1, 4096)]
+            return {LAYERS.get((r["backbone"], r["variant"]), ""): r for r in at}
+        wanted = {"size": "1.3b", "T": 4096, "length": 4096, "B": BATCH}
+        return {r["system"]: r for r in rows if all(r.get(key, value) == value for key, value in wanted.items())}
+
+    def measured(self, found: Collection, system: str) -> tuple[dict, dict, Source] | None:
+        """Rows with CCQ and of its control, of the newest benchmark that has both."""
+        control = SYSTEMS[system].control or ""
+        for source in sorted(found.of("bench", self.kind), key=lambda s: s.when, reverse=True):
+            rows = self.rows(source)
+            if system in rows and control in rows and asked(rows[system]) == asked(rows[control]):
+                return rows[system], rows[control], source
+        return None
+
+
+def asked(row: dict) -> list[Any]:
+    """What must be equal for two rows of a benchmark to be compared."""
+    return [row.get(name) for name in ("B", "T", "length", "tokens", "prompt", "dtype")]
+
+
+MEASURES = {
+    "layer": Measure("layer", "layer", "forward and backward, 4K", "a layer, 4K",
+                     lambda row: row["graph_ms"]["median"], lambda row: row["graph_ms"]),
+    "training": Measure("train", "training", "tokens/s a GPU", "training",
+                        lambda row: row["tokens_per_second"], lambda row: row["step_ms"]),
+    "memory": Measure("train", "training", "peak GiB a GPU", "training memory", lambda row: row["peak_gib"]),
+    "prefill": Measure("prefill", "inference", "4K prefill, ms", "prefill, 4K",
+                       lambda row: row["wall_ms"]["median"], lambda row: row["wall_ms"]),
+    "decode": Measure("decode", "inference", "decode, tokens/s", "decode", lambda row: row["generate_tok_s"]),
+}  # fmt: skip
+
+GOALS = {"operator-cpu": "The operator on a CPU", "data-prepare": "`ccq data prepare`"}
+
+
+def goals_table(found: Collection) -> Table | None:
+    """What benchmarks that set themselves a goal found: ratios, since machines differ."""
+    blocks, notes = [], []
+    for kind, title in GOALS.items():
+        for source in found.of("bench", kind)[-1:]:
+            rows = []
+            for goal in source.content["goals"]:
+                bound = f"≥ {goal['at_least']:g}" if goal["at_least"] is not None else f"≤ {goal['at_most']:g}"
+                value = timed(f"{goal['value']:.3g}", "", source)
+                rows.append(Row(Cell(goal["name"]), [value, Cell(bound), Cell("met" if goal["ok"] else "missed")]))
+            blocks.append(Block(f"{title} {marks([source])}", rows))
+            load_before, cores = source.content.get("load_before", 0), source.content.get("cores")
+            if load_before > 0.5:
+                notes.append(
+                    f"{source.name}: others were at work on the machine, load {load_before:g} on {cores} cores."
+                )
+    if not blocks:
+        return None
+    return Table("goals", "On a CPU: ratios and their goals", ["", "here", "goal", ""], blocks, notes)

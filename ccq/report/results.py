@@ -1,0 +1,325 @@
+"""The long table of results: one record a number, which tables, figures and claims select from.
+
+A row of a table is a system with a variant and a size: its runs differ in the seed alone. A number of a row is the mean
+over seeds. It has two intervals that are never mixed: over test samples, and over seeds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ccq.evaluate.statistics import error_of_mean, student
+from ccq.report.collect import Collection, Source
+from ccq.systems import SIZES, Identity
+
+SEEDS = 3  # runs below which no interval over seeds is given
+DRAWS = 1000  # of the bootstrap over the test samples of a sweep
+VALID = "valid:perplexity"  # of a run on its validation data
+RECALL = "recall:average"  # of a run of a sweep: mean over the test slices
+
+Interval = tuple[float, float]
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def seed_interval(values: Sequence[float]) -> Interval | None:
+    """95% interval of the mean of runs that differ in their seed, mean +- t s / sqrt(n); None below three runs.
+
+    >>> [round(x, 2) for x in seed_interval([1.0, 2.0, 3.0])]
+    [-0.48, 4.48]
+    """
+    if len(values) < SEEDS:
+        return None
+    middle, half = mean(values), student(len(values) - 1) * error_of_mean(values)
+    return middle - half, middle + half
+
+
+def mean_bounds(intervals: Sequence[Interval]) -> Interval:
+    low, high = (mean(bounds) for bounds in zip(*intervals, strict=True))
+    return low, high
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One number of one model."""
+
+    row: Identity  # of the table: system, variant, size
+    suite: str  # of `ccq eval`, "valid" of a run, "recall" of a sweep
+    setting: str  # which score
+    value: float | None
+    source: Source
+    weights: str  # what tells models apart: one model evaluated twice is no second run
+    validation: float | None = None  # of its training, the more the better
+    possible: Interval = (0.0, 100.0)  # what values can be: per cent, unless told
+    known: Interval | None = None  # over test samples, where the file gives it
+    slices: tuple[dict, ...] = ()  # ... or what it is drawn from
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int | None:
+        return self.source.seed
+
+    @functools.cached_property
+    def interval(self) -> Interval | None:
+        """95%, over test samples."""
+        if not self.slices:
+            return self.known
+        low, high = np.quantile(np.mean([drawn(part) for part in self.slices], axis=0), (0.025, 0.975))
+        return float(low), float(high)
+
+
+def drawn(part: dict) -> np.ndarray:
+    """Accuracy of a slice in percent, its test samples drawn again and again: from how many of them had n right."""
+    right, times = np.array(part["histogram"], dtype=np.int64).T
+    count = times.sum()
+    # a stream of its own for each slice: they are other samples, and must not go up and down together
+    rng = np.random.default_rng([part.get("length", 0), part["pairs"]])
+    counts = rng.multinomial(count, times / count, size=DRAWS)
+    return 100 * (counts @ right) / (count * part["pairs"])
+
+
+def row_of(identity: Identity, size: str | None = None) -> Identity:
+    return Identity(identity.system, identity.variant, identity.size if size is None else size)
+
+
+def of_evaluations(found: Collection) -> Iterator[Record]:
+    for source in found.of("eval"):
+        weights = source.content["model"].get("hash") or str(source.path)
+        for name, score in source.content["scores"].items():
+            bounds = score.get("interval")
+            notes = [score["note"]] if score.get("note") else []
+            if score.get("few"):
+                documents = f" of {score['documents']} documents" if "documents" in score else ""
+                notes.append(f"only {score['n']} windows{documents}")
+            yield Record(
+                row_of(source.identity), source.detail, name,
+                None if score["value"] is None else float(score["value"]), source, weights,
+                None if source.run is None else validation(source.run),
+                (1.0, math.inf) if score.get("aggregate") == "perplexity" else (0.0, 100.0),
+                (bounds[0], bounds[1]) if bounds and None not in bounds else None, notes=tuple(notes),
+            )  # fmt: skip
+
+
+def of_runs(found: Collection) -> Iterator[Record]:
+    """The last validation of each finished run on text."""
+    for run in found.of("run"):
+        values = [record for record in run.records if record.get("valid_perplexity") is not None]
+        if values and int(values[-1]["step"]) >= int(run.content["steps"]):
+            last = float(values[-1]["valid_perplexity"])
+            yield Record(row_of(run.identity), "valid", "perplexity", last, run, str(run.path), validation(run),
+                         (1.0, math.inf))  # fmt: skip
+
+
+def validation(run: Source) -> float | None:
+    """How well a run did on its validation data: the more the better."""
+    if (perplexity := run.last("valid_perplexity")) is not None:
+        return -perplexity
+    return run.last("valid_accuracy")
+
+
+def of_sweeps(found: Collection) -> Iterator[Record]:
+    """Test accuracy of each run of `ccq sweep`, of a slice and the mean over all of them."""
+    seen = set()
+    made = []
+    for file in sorted(found.of("sweep"), key=lambda s: s.when, reverse=True):  # the newest first
+        for run in file.content["runs"]:
+            identity = Identity(**run["identity"])
+            width, steps = run["model"]["hidden_size"], run["steps"]
+            row = row_of(identity, f"width {width}, {steps:,} steps")
+            name = (row, run["lr"], identity.seed, identity.repeat)
+            if name not in seen:  # else it is the same run in a file that was made again
+                seen.add(name)
+                source = replace(file, content=run | {"tier": file.content["tier"]}, identity=identity)
+                made.append(((width, steps, row.order, identity.seed, identity.repeat), row, source))
+    for _, row, source in sorted(made, key=lambda item: item[0]):
+        slices = {f"{part['length']}-{part['pairs']}": part for part in source.content["test"]["slices"]}
+        parts = [("average", tuple(slices.values())), *((name, (part,)) for name, part in slices.items())]
+        for setting, of in parts:
+            value = 100 * mean(part["accuracy"] for part in of)
+            yield Record(row, "recall", setting, value, source, source.content["name"],
+                         source.content["valid"]["accuracy"], slices=of)  # fmt: skip
+
+
+@dataclass
+class Estimate:
+    """A score of a row: one value a run."""
+
+    records: list[Record]
+    notes: list[str]
+
+    @property
+    def values(self) -> list[float]:
+        return [record.value for record in self.records if record.value is not None]
+
+    @property
+    def sources(self) -> list[Source]:
+        return [record.source for record in self.records]
+
+    @functools.cached_property
+    def of_seeds(self) -> dict[int | None, list[Record]]:
+        """Runs by the seeds that count: one whose seed is not known may be any, and counts where there is no other."""
+        seeds: dict[int | None, list[Record]] = {}
+        for record in self.records:
+            seeds.setdefault(record.seed, []).append(record)
+        if len(seeds) > 1:
+            seeds.pop(None, None)
+        return seeds
+
+    @functools.cached_property
+    def by_seed(self) -> dict[int | None, float]:
+        """A mean for each seed: a run that was repeated, or evaluated twice, counts once."""
+        return {seed: mean(r.value for r in runs if r.value is not None) for seed, runs in self.of_seeds.items()}
+
+    @property
+    def value(self) -> float:
+        """The mean over seeds."""
+        return mean(self.by_seed.values())
+
+    @property
+    def over_seeds(self) -> Interval | None:
+        """Cut at what is possible."""
+        bounds, possible = seed_interval(list(self.by_seed.values())), self.records[0].possible
+        return None if bounds is None else (max(bounds[0], possible[0]), min(bounds[1], possible[1]))
+
+    @functools.cached_property
+    def over_samples(self) -> Interval | None:
+        """Of one run its own; of several runs of a seed, and of several seeds, the mean of their bounds."""
+        seeds = []
+        for runs in self.of_seeds.values():
+            bounds = [record.interval for record in runs if record.interval is not None]
+            if len(bounds) < len(runs):
+                return None
+            seeds.append(mean_bounds(bounds))
+        return mean_bounds(seeds)
+
+    @property
+    def tokens(self) -> int | None:
+        """That each was trained on, where known."""
+        return next((s.identity.tokens for s in self.sources if s.identity.tokens is not None), None)
+
+
+def seed_differences(one: Estimate, two: Estimate) -> dict[int | None, float]:
+    """{seed: one - two} of the seeds that both have."""
+    theirs = two.by_seed
+    return {seed: value - theirs[seed] for seed, value in one.by_seed.items() if seed in theirs}
+
+
+def settings_like(settings: Iterable[str], pattern: str) -> list[str]:
+    """Names that match. Of several lengths WikiText's shortest comes first, which is what the models are trained on,
+    and LongBench's longest, which cuts least away."""
+    found = [name for name in settings if fnmatchcase(name, pattern)]
+    wikitext = pattern.startswith("wikitext")
+    return sorted(found, key=lambda name: [int(p) for p in name.split("/") if p.isdigit()], reverse=not wikitext)
+
+
+def counted(records: Sequence[Record]) -> list[Record]:
+    """Those of one row that make one number: of the longest training (shorter runs are those of a sweep over rates), at
+    the rate that validated best, and of each seed and each repeat of it one set of weights."""
+    most = max((r.source.identity.tokens or 0 for r in records), default=0)
+    records = [r for r in records if r.source.identity.tokens in (None, most)]
+    rates: dict[float, list[float]] = {}
+    for r in records:
+        if r.source.rate is not None:
+            rates.setdefault(r.source.rate, []).append(-math.inf if r.validation is None else r.validation)
+    best = max(rates, key=lambda rate: (mean(rates[rate]), -rate), default=None)
+    records = [r for r in records if r.source.rate in (None, best)]
+    kept = []
+    for run in dict.fromkeys((r.seed, r.source.identity.repeat) for r in records):
+        mine = [r for r in records if (r.seed, r.source.identity.repeat) == run]
+        # several: most samples, then the newest
+        chosen = max(mine, key=lambda r: ((r.source.content.get("samples") or {}).get("count") or 0, r.source.when))
+        kept += [r for r in mine if r.weights == chosen.weights]
+    return kept
+
+
+def once(sources: Iterable[Source]) -> list[Source]:
+    """Without those of a run that was repeated, where the first is there."""
+    sources = list(sources)
+    first = {(source.subject, source.seed) for source in sources if not source.identity.repeat}
+    return [s for s in sources if not s.identity.repeat or (s.subject, s.seed) not in first]
+
+
+class Results:
+    """The long table, with what is selected from it most."""
+
+    def __init__(self, found: Collection) -> None:
+        self.found = found
+        self.records = [*of_evaluations(found), *of_runs(found), *of_sweeps(found)]
+        self.index: dict[tuple[Identity, str], list[Record]] = {}
+        for record in self.records:
+            self.index.setdefault((record.row, record.suite), []).append(record)
+        self.memory: dict[tuple[Identity, str], Estimate | None] = {}
+
+    def rows(self, *suites: str) -> list[Identity]:
+        """Those that have results in one of the suites, in the order of the tables."""
+        found = dict.fromkeys(row for row, suite in self.index if suite in suites)
+        sizes = [*SIZES, *dict.fromkeys(row.size for row in found)]
+        return sorted(found, key=lambda row: (sizes.index(row.size), row.order))
+
+    def of(self, row: Identity, suite: str) -> list[Record]:
+        return self.index.get((row, suite), [])
+
+    def settings(self, suite: str) -> list[str]:
+        return list(dict.fromkeys(record.setting for record in self.records if record.suite == suite))
+
+    def estimate(self, row: Identity, where: str) -> Estimate | None:
+        """The score `where` ("suite:score", with * for any length) of a row; None where no run has it."""
+        if (row, where) not in self.memory:
+            self.memory[row, where] = self._estimate(row, where)
+        return self.memory[row, where]
+
+    def _estimate(self, row: Identity, where: str) -> Estimate | None:
+        suite, _, pattern = where.partition(":")
+        having: dict[int, dict[str, Record]] = {}  # by the run or file
+        for record in self.of(row, suite):
+            having.setdefault(id(record.source), {})[record.setting] = record
+        runs = [mine[names[0]] for mine in having.values() if (names := settings_like(mine, pattern))]
+        whole = [r for r in runs if not r.source.content.get("quick_look")] or runs  # a quick look, if no other
+        notes = []
+        if left := sorted({r.seed for r in runs if r.seed is not None} - {r.seed for r in whole}):
+            notes.append(f"quick looks left out, of seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}")
+        used = counted(whole)
+        for record in used:
+            if record.value is None:
+                notes.append(f"{record.source.name}: {record.setting} is not a finite number")
+            else:
+                notes += record.notes
+        same = {(r.seed, r.source.identity.tokens) for r in used}
+        for record in whole:
+            if record not in used and (record.seed, record.source.identity.tokens) in same and suite != "recall":
+                notes.append(f"{record.source.name}, of the same seed, is left out: other weights, or another rate")
+        kept = [record for record in used if record.value is not None]
+        return Estimate(kept, notes) if kept else None
+
+    def curve(self, row: Identity, suite: str, pattern: str) -> list[tuple[int, Estimate]]:
+        """(length, estimate) of the scores called `pattern` with a length at its {}."""
+        before, after = pattern.split("{}")
+        middles = {r.setting.removeprefix(before).removesuffix(after) for r in self.of(row, suite)
+                   if r.setting.startswith(before) and r.setting.endswith(after)}  # fmt: skip
+        points = [
+            (n, self.estimate(row, f"{suite}:{pattern.format(n)}"))
+            for n in sorted(int(m) for m in middles if m.isdigit())
+        ]
+        return [(n, estimate) for n, estimate in points if estimate is not None]
+
+
+def by_size(rows: Sequence[Identity]) -> dict[str, list[Identity]]:
+    sizes: dict[str, list[Identity]] = {}
+    for row in rows:
+        sizes.setdefault(row.size, []).append(row)
+    return sizes
+
+
+def distinct(sources: Iterable[Source]) -> list[Source]:
+    found: dict[int, Any] = {source.number: source for source in sources}
+    return [found[number] for number in sorted(found)]
