@@ -11,6 +11,7 @@ from made_results import BENCHMARKS
 
 from ccq.demo import TRAINED, TRIO
 from ccq.evaluate.compare import compare
+from ccq.files import read_text
 from ccq.report.paper import load
 from ccq.report.results import seed_interval
 
@@ -28,7 +29,7 @@ def layer(backbone, variant):
 
 @functools.cache
 def log(run):
-    return [json.loads(line) for line in (NANO / run / "log.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in read_text(NANO / run / "log.jsonl").splitlines()]
 
 
 def last(run):
