@@ -36,7 +36,8 @@ P
 )}
 run=$out/$row-seed$seed${REPEAT:+-repeat$REPEAT}
 if [ ! -f "$run/model/config.json" ]; then
-  $ccq train "${row}_nano" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" "${common[@]}"
+  $ccq train "${row}_nano" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" "${common[@]}" \
+    ${REPEAT:+--identity.repeat "$REPEAT"}
   $ccq export "$run" "$run/model" --dtype bf16
 fi
 for suite in niah length; do
