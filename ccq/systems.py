@@ -218,7 +218,7 @@ WITH_CONVOLUTION = "convolution of 4"  # over q, k and v, which the paper's GLA 
 # options that change nothing of what a model is, or that come with its data
 _ASIDE = (
     "vocab_size", "max_position_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "backend",
-    "identity", "recall",
+    "identity", "recall", "logits_with_loss",
 )  # fmt: skip
 
 

@@ -26,12 +26,12 @@ from ccq.files import whole_file
 from ccq.names import duration
 from ccq.systems import OFF, UNCHANGED, Identity
 
-# of a config: what says where a model came from, not what it computes
-NOT_HASHED = ("transformers_version", "identity", "recall")
+# of a config: what says where a model came from or which outputs it hands out, not what it computes
+NOT_HASHED = ("transformers_version", "identity", "recall", "logits_with_loss")
 
 
 def model_hash(model: torch.nn.Module) -> str:
-    """Hash of every parameter and buffer by name, and of the config less what says where it came from."""
+    """Hash of every parameter and buffer by name, and of the config less NOT_HASHED."""
     digest = hashlib.sha256()
     config = getattr(model, "config", None)
     if config is not None:

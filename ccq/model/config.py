@@ -51,6 +51,7 @@ class CCQConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 4096  # what it was trained on; nothing stops there
     use_cache: bool = True
+    logits_with_loss: bool | None = None  # whether labels give logits beside the loss; None: except in training
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None

@@ -34,11 +34,11 @@ from ccq.ops.precision import stats_dtype
 class CausalLMOutput(ModelOutput):
     """What CCQForCausalLM returns; what was not asked for is None."""
 
-    loss: Tensor | None = None  # mean over the tokens that were scored
+    loss: Tensor | None = None  # mean over the tokens that were scored, or their sum over num_items_in_batch
     logits: Tensor | None = None  # [B, T, V], or of the positions that logits_to_keep asked for
     past_key_values: CCQCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-    scored: Tensor | None = None  # how many tokens the loss is the mean of
+    scored: Tensor | None = None  # how many tokens the loss is of
 
 
 class Block(GradientCheckpointingLayer):
@@ -280,6 +280,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # where the config ties them
+    accepts_loss_kwargs = True  # transformers' Trainer then gives num_items_in_batch
 
     def __init__(self, config: CCQConfig) -> None:
         super().__init__(config)
@@ -304,13 +305,17 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         graph_length: int | None = None,
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
-        """Logits, or with labels the loss: then logits only where logits_to_keep asks for them.
+        """Logits, or with labels or targets the loss.
 
         Args:
-            labels: the tokens themselves: each predicts the next one of its sequence; -100 is not scored.
-            targets: instead of labels, for each token the one that it should predict.
+            labels: the tokens themselves: each predicts the next one of its sequence; -100 is not scored. They give
+                logits too, except in training; `config.logits_with_loss` says otherwise.
+            targets: instead of labels, for each token the one that it should predict; without logits.
             logits_to_keep: of the last so many positions, of these positions, or of all: 0.
+            num_items_in_batch: divide the sum of the loss by it, not by the tokens that this call scores: then the
+                losses of the parts of a batch add up to that of the whole.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
         (the others: see CCQModel)
         """
@@ -341,9 +346,11 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         if scoring:
             targets = self.targets(labels, targets, attention_mask, cu_seqlens, hidden.shape[:2])
             total, scored = self.cross_entropy(hidden.flatten(0, 1), targets.flatten())
-            loss = total / scored.clamp(min=1)
-        elif logits_to_keep is None:
-            logits_to_keep = 0
+            items = scored.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        if logits_to_keep is None:
+            beside = not self.training if self.config.logits_with_loss is None else self.config.logits_with_loss
+            logits_to_keep = 0 if not scoring or (labels is not None and beside) else None
         if logits_to_keep is not None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, kept])

@@ -227,8 +227,42 @@ def test_logits_to_keep():
     full = model(ids).logits
     torch.testing.assert_close(model(ids, logits_to_keep=2).logits, full[:, -2:])
     torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([0, 5])).logits, full[:, [0, 5]])
-    assert model(ids, labels=ids).logits is None
-    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, full)
+    torch.testing.assert_close(model(ids, targets=ids, logits_to_keep=0).logits, full)
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=2).logits, full[:, -2:])
+
+
+@pytest.mark.parametrize("switch", [None, True, False])
+def test_labels_give_logits_except_in_training(switch):
+    model, ids = make_model("gla", logits_with_loss=switch), tokens(2, 9)
+    full = model(ids).logits
+    for training in (False, True):
+        model.train(training)
+        calls = []
+        hook = model.lm_head.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        assert model(ids, targets=ids).logits is None
+        assert len(calls) == 1  # a head with a hook is called for the loss, and for nothing else
+        hook.remove()
+        out = model(ids, labels=ids)
+        if switch is False or (switch is None and training):
+            assert out.logits is None
+        else:
+            assert out[1] is out.logits
+            torch.testing.assert_close(out.logits, full)
+        assert model(ids).logits is not None
+
+
+def test_loss_over_num_items_in_batch_adds_up():
+    model, ids = make_model("ccq-gla"), tokens(3, 9)
+    labels = ids.clone()
+    labels[0, 2:] = -100  # 1 token is scored in the first row, 8 in the second, none in the third
+    labels[2] = -100
+    whole = model(ids, labels=labels)
+    assert whole.scored == 9
+    for items in (9, torch.tensor(9)):
+        parts = [model(ids[[row]], labels=labels[[row]], num_items_in_batch=items).loss for row in range(3)]
+        torch.testing.assert_close(sum(parts), whole.loss)
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=18).loss, whole.loss / 2)
+    assert model(ids, num_items_in_batch=9).loss is None  # Trainer passes it beside no labels, where it smooths them
 
 
 def test_embeddings_in_place_of_tokens():
@@ -238,8 +272,9 @@ def test_embeddings_in_place_of_tokens():
 
 def test_tuples_for_those_who_want_them():
     model, ids = shared_model("gla"), tokens(1, 4)
-    loss, cache = model(ids, labels=ids, use_cache=True, return_dict=False)[:2]
+    loss, logits, cache = model(ids, labels=ids, use_cache=True, return_dict=False)[:3]
     assert loss.ndim == 0
+    assert torch.equal(logits, model(ids).logits)
     assert cache.get_seq_length() == 4
     assert torch.equal(model.model(ids, return_dict=False)[0], model.model(ids).last_hidden_state)
 
