@@ -162,7 +162,19 @@ def test_an_export_of_an_older_version_has_the_hash_it_had(run, tmp_path):
     assert model_hash(new) == model_hash(old)
     new.config.logits_with_loss = False
     assert model_hash(new) == model_hash(old)
+    new.config.step = "projected"  # an option that came later counts where it is used
+    assert model_hash(new) != model_hash(old)
     assert Identity(**identity_of(old, "old")) == Identity("ccq-gla", "convolution of 4", "tiny")
+
+
+def test_a_model_that_shipped_has_the_hash_that_its_results_name():
+    """Of every version since: else what was evaluated would count as another model's."""
+    from ccq import shipped
+    from ccq.evaluate.results import model_hash
+    from ccq.pretrained import load_model
+
+    told = (shipped.root() / "ccq-gla-pico" / "results.json").read_text()
+    assert f'"hash": "{model_hash(load_model("ccq-gla-pico", dtype="bfloat16"))}"' in told
 
 
 def test_the_share_of_needle_documents_is_of_the_text(tmp_path):

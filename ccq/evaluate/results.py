@@ -28,6 +28,8 @@ from ccq.systems import OFF, UNCHANGED, Identity
 
 # of a config: what says where a model came from or which outputs it hands out, not what it computes
 NOT_HASHED = ("transformers_version", "identity", "recall", "logits_with_loss")
+# options that came after 0.1: at these values a model is what it was, and so is its hash
+AS_BEFORE = [("step", "scaled"), ("steps", 1), ("covariance_decay", "none")]
 
 
 def model_hash(model: torch.nn.Module) -> str:
@@ -35,7 +37,11 @@ def model_hash(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     config = getattr(model, "config", None)
     if config is not None:
-        known = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in NOT_HASHED}
+        known = {
+            k: v
+            for k, v in config.to_dict().items()
+            if not k.startswith("_") and k not in NOT_HASHED and (k, v) not in AS_BEFORE
+        }
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
