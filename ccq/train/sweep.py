@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ccq.files import read_json, write_atomically
+from ccq.files import check_free, read_json, write_atomically
 from ccq.names import first_line, nearest
 from ccq.systems import SYSTEMS
 from ccq.train import RunError
@@ -406,6 +406,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of all recipes: --set data.batch=64"
     )
+    parser.add_argument("--force", action="store_true", help="write into a folder that holds something else")
     return sweep(parser.parse_args(argv))
 
 
@@ -428,6 +429,8 @@ def sweep(options: argparse.Namespace) -> int:
         if value < least:
             raise RunError(f"--{name}: expected at least {least}, got {value}")
     options.changes = tuple(change(text) for text in options.set)
+    begun = any(out.glob("mqar_*.json")) or any(out.glob("runs/*-steps*-r*.json"))
+    check_free(out, options.force, ours=begun, older="one with an older sweep")
     with folder.locked(out):
         chosen = {}
         if tier == "seeds" and options.rates_from:

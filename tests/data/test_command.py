@@ -48,6 +48,22 @@ def test_a_tokenizer_is_whole_or_not_there(tmp_path, corpus, capsys, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {"afile", "out"}
 
 
+def test_a_tokenizer_is_replaced_only_if_told_so(tmp_path, corpus, capsys):
+    out = tmp_path / "out"
+    command = ["data", "tokenizer", str(corpus), "--out", str(out), "--vocab-size"]
+    assert main([*command, "300"]) == 0
+    (out / "merges.txt").write_text("of another kind")
+    before = (out / "tokenizer.json").read_bytes()
+    assert main([*command, "310"]) == 1
+    said = capsys.readouterr().err
+    assert f"{out} is not empty, it holds merges.txt, tokenizer.json, tokenizer_config.json: expected" in said
+    assert "--force" in said
+    assert (out / "tokenizer.json").read_bytes() == before
+    assert main([*command, "310", "--force"]) == 0
+    assert len(load_tokenizer(out)) == 310
+    assert not (out / "merges.txt").exists()
+
+
 def test_check_names_every_damaged_shard(some_shards, capsys):
     folder = some_shards[0]
     (folder / "shard-00000.bin").unlink()

@@ -264,6 +264,17 @@ def test_finished_runs_are_not_mixed_with_others_of_more_test_samples(tmp_path, 
     assert (tmp_path / "mqar_rows.json").read_bytes() == before
 
 
+def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
+    line = ["sweep", *TOY, "--rows", "gla", "--rates", "0.01", "--tier", "rows", "--out", str(tmp_path / "x")]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    assert cli.main(line) == 1
+    assert "x is not empty, it holds notes.txt: expected" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes.txt"]
+    assert cli.main([*line, "--minutes", "0", "--force"]) == 1  # nothing is trained
+    assert cli.main(line) == 0  # it is ours now
+
+
 def run_toy(out):
     return cli.main(["sweep", *TOY, *ROWS, "--out", str(out)])
 
