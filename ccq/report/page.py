@@ -16,8 +16,7 @@ import jinja2
 import ccq
 from ccq.bench.tables import goals_table
 from ccq.figures import Figure, inline, sample, svg
-from ccq.report import claims, figures, tables
-from ccq.report import MADE_BY
+from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
 from ccq.report.collect import DAMAGE, Collection

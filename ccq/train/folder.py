@@ -72,7 +72,7 @@ def claim(folder: Path, config: Config) -> None:
 
 
 def mark(folder: Path) -> str:
-    """A hash that tells the run from others, wherever it lies: of all that `claim` holds fast, and which repeat it is."""
+    """A hash that tells the run from others, wherever it lies: of all that `claim` holds fast, and its repeat."""
     config = configs.read(folder / CONFIG)
     data = read_data(folder / DATA) if (folder / DATA).exists() else None
     what = [configs.fixed(config), config.identity.repeat, data]

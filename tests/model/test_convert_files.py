@@ -119,7 +119,7 @@ def test_target_that_is_there(source, tmp_path):
     target = tmp_path / "a" / "b"
     convert(folder, target)  # makes its parents
     before = (target / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(FileExistsError, match="is not empty, it holds config.json, .*--force"):
+    with pytest.raises(FileExistsError, match=r"is not empty, it holds config.json, .*--force"):
         convert(folder, target)
     assert (target / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(FileExistsError):

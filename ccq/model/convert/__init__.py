@@ -143,7 +143,8 @@ def convert(
         to: "ccq" or "fla"; None: the one that it is not in.
         clean: add cleaning, with lam = gate_init everywhere; a checkpoint of ours can get it too (to="ccq").
 
-    `target` must not exist, or be empty; with `force`, the model that is there gives way. It appears when all of it is written, or not at all.
+    `target` must not exist, or be empty; with `force`, the model that is there gives way. It appears when all of it is
+    written, or not at all.
     """
     source, target = Path(source).expanduser(), Path(target).expanduser()
     if to not in (None, "ccq", "fla"):
