@@ -62,10 +62,15 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def inputs_of(options: argparse.Namespace):
+    """What to read; says which files in folders are not."""
     from ccq.data.sources import Inputs
 
     given: dict[str, Any] = {name: getattr(options, name) for name in Inputs.__dataclass_fields__}
-    return Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
+    inputs = Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
+    if skipped := inputs.skipped():
+        shown = [*map(str, skipped[:10]), *[f"and {len(skipped) - 10} more"] * (len(skipped) > 10)]
+        print(f"Skipped, of no kind that is read ({len(skipped)}): {', '.join(shown)}", file=sys.stderr)
+    return inputs
 
 
 def size(text: str) -> int:
