@@ -9,12 +9,23 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
 
 BLOCK = 2**17
+
+# what from_pretrained reads in a folder
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*"),
+    *TOKENIZER_FILES,
+)
 
 
 # -- written whole -----------------------------------------------------------------------------------------------------
@@ -50,16 +61,30 @@ def finite(thing: Any) -> Any:
     return None if isinstance(thing, float) and not math.isfinite(thing) else thing
 
 
+def check_free(folder: Path, force: bool, ours: bool = False, older: str = "") -> None:
+    """FileExistsError unless a command may write into the folder: none is there, it is empty, what lies there is `ours`
+    (`older` says what that would be), or the user says `force`. The folder of a run never is free."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: expected a folder to write, or none")
+    inside = sorted(path.name for path in folder.iterdir() if path.name != "lock") if folder.exists() else []
+    if "config.json" in inside and {"checkpoints", "data.json", "log.jsonl"} & set(inside):
+        raise FileExistsError(f"{folder} is a run of `ccq train`, which stays as it is: take another folder")
+    if inside and not ours and not force:
+        found = ", ".join(inside[:4]) + (f" and {len(inside) - 4} more" if len(inside) > 4 else "")
+        raise FileExistsError(
+            f"{folder} is not empty, it holds {found}: expected a new folder, an empty one{older and f' or {older}'}. "
+            "Take another, or write there with --force"
+        )
+
+
 @contextmanager
-def whole_folder(folder: Path, last: str, instead_of: str = "") -> Iterator[Path]:
+def whole_folder(folder: Path, last: str, instead_of: Sequence[str] = ()) -> Iterator[Path]:
     """Where to write what `folder` is to hold: it gets its name when all of it is there.
 
-    In a folder that exists already, files of the same name are replaced and those that match `instead_of` removed;
-    others stay. The file `last` is gone before the first of them changes and comes back after all others.
+    In a folder that exists already, files of the same name are replaced and those that match one of `instead_of`
+    removed; others stay. The file `last` is gone before the first of them changes and comes back after all others.
     """
     folder = folder.resolve()  # renaming takes one file system, and `.` has no name
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file: expected a folder to write, or none")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -69,7 +94,7 @@ def whole_folder(folder: Path, last: str, instead_of: str = "") -> Iterator[Path
             os.rename(partial, folder)
             return
         (folder / last).unlink(missing_ok=True)
-        for old in folder.glob(instead_of) if instead_of else ():
+        for old in {path for pattern in instead_of for path in folder.glob(pattern) if not path.is_dir()}:
             old.unlink()
         for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
             os.replace(path, folder / path.name)

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer.add_argument("--out", type=Path, required=True, help="folder for the tokenizer")
     tokenizer.add_argument("--vocab-size", type=int, default=32_000, help="entries (default: %(default)s)")
     tokenizer.add_argument("--no-split-digits", action="store_true", help="let numbers become tokens")
+    tokenizer.add_argument("--force", action="store_true", help="replace the tokenizer in OUT; its files are removed")
     tokenizer.add_argument("--sample", type=size, help="learn from this many bytes at most (500M, 2G)")
 
     prepare = commands.add_parser("prepare", help="text into token shards; run again, it goes on where it stopped")
@@ -61,10 +62,15 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def inputs_of(options: argparse.Namespace):
+    """What to read; says which files in folders are not."""
     from ccq.data.sources import Inputs
 
     given: dict[str, Any] = {name: getattr(options, name) for name in Inputs.__dataclass_fields__}
-    return Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
+    inputs = Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
+    if skipped := inputs.skipped():
+        shown = [*map(str, skipped[:10]), *[f"and {len(skipped) - 10} more"] * (len(skipped) > 10)]
+        print(f"Skipped, of no kind that is read ({len(skipped)}): {', '.join(shown)}", file=sys.stderr)
+    return inputs
 
 
 def size(text: str) -> int:
@@ -78,10 +84,11 @@ def size(text: str) -> int:
 
 def run_tokenizer(options: argparse.Namespace) -> int:
     from ccq.data.tokenizer import train_tokenizer, vocabulary
-    from ccq.files import whole_folder
+    from ccq.files import TOKENIZER_FILES, check_free, whole_folder
 
     inputs = inputs_of(options)
-    with whole_folder(options.out, last="tokenizer.json") as out:
+    check_free(options.out, options.force)
+    with whole_folder(options.out, last="tokenizer.json", instead_of=TOKENIZER_FILES) as out:
         print("Learning the merges; progress is not known before the end.", file=sys.stderr)
         tokenizer = train_tokenizer(inputs, options.vocab_size, not options.no_split_digits, options.sample)
         tokenizer.save_pretrained(out)

@@ -83,8 +83,7 @@ class Inputs:
         found = []
         for path in self.paths:
             if path.is_dir():
-                inside = [p for p in sorted(path.rglob("*")) if p.is_file() and p.name.endswith(SUFFIXES)]
-                inside = [p for p in inside if not any(fnmatch.fnmatch(p.name, pattern) for pattern in self.exclude)]
+                inside = [p for p in self._inside(path) if p.name.endswith(SUFFIXES)]
                 if not inside:
                     raise DataError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}")
                 found += [File(p.relative_to(path).as_posix(), p, p.stat().st_size) for p in inside]
@@ -95,6 +94,15 @@ class Inputs:
             else:
                 found.append(File(path.name, path, path.stat().st_size))
         return found
+
+    def skipped(self) -> list[Path]:
+        """The files of folders that are of no kind we read."""
+        return [p for path in self.paths for p in self._inside(path) if not p.name.endswith(SUFFIXES)]
+
+    def _inside(self, path: Path) -> list[Path]:
+        """The files of a folder, without those excluded; none of a file."""
+        files = (p for p in sorted(path.rglob("*")) if p.is_file())
+        return [p for p in files if not any(fnmatch.fnmatch(p.name, pattern) for pattern in self.exclude)]
 
     def describe(self) -> dict[str, Any]:
         """What identifies the input, for the index."""

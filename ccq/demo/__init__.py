@@ -86,7 +86,8 @@ class Record:
         write_json(self.path, {"steps": self.steps})
 
     def finished(self, step: Step) -> bool:
-        there = all((self.path.parent / step.folder / name).exists() for name in step.leaves)
+        folder = self.path.parent / step.folder
+        there = all((folder / name).exists() for name in step.leaves) and damaged(folder) is None
         return there and not self.differs(step) and self.steps.get(step.folder, {}).get("finished") is True
 
     def differs(self, step: Step) -> bool:
@@ -94,6 +95,16 @@ class Record:
         told = self.steps.get(step.folder)
         now = (as_json(step.decides), FORMAT)
         return told is not None and (told.get("decides"), told.get("format")) != now
+
+
+def damaged(folder: Path) -> Path | None:
+    """The first JSON file of a step that cannot be read."""
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return path
+    return None
 
 
 def label(system: str) -> str:
@@ -298,7 +309,10 @@ def run(settings: Settings, fresh: bool = False) -> int:
                 markup=False,
                 soft_wrap=True,
             )
-            if record.differs(step):
+            wrong = damaged(out / step.folder)
+            if wrong is not None:
+                console.print(f"{wrong} is damaged: this part is made anew", markup=False, soft_wrap=True)
+            if wrong is not None or record.differs(step):
                 remove(settings.out / step.folder)  # before the record says that what lies there is this step's
             record.note(step, finished=False)
             step.make(settings, out / step.folder, device)

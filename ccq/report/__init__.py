@@ -7,6 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ccq.files import check_free, write_atomically
+
+MADE_BY = "Made by `ccq report`"  # how the last line of every page begins
+
 
 def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[Path]:
     """Collect what is under `paths` and write OUT/index.html, OUT/report.md and OUT/figures/; what was written.
@@ -14,7 +18,6 @@ def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[P
     `notes` stand on the page with what a reader must know before comparing.
     """
     from ccq.figures import save
-    from ccq.files import write_atomically
     from ccq.report.collect import collect
     from ccq.report.page import build
 
@@ -38,6 +41,12 @@ def fill(paths: Sequence[Path], files: Sequence[Path]) -> list[Path]:
     return [written for file in files for written in docs.fill(file, page)]
 
 
+def is_page(out: Path) -> bool:
+    """Whether `write` wrote there before."""
+    page = out / "report.md"
+    return page.is_file() and MADE_BY in page.read_text(encoding="utf-8", errors="replace")
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -56,11 +65,15 @@ def main(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="Markdown files in which `<!-- ccq report: TABLE -->` ... `<!-- /ccq report -->` is to be filled",
     )
+    parser.add_argument("--force", action="store_true", help="write into a folder that holds something else")
     arguments = parser.parse_args(argv)
     for name, paths in (("RUNS", arguments.paths), ("--docs", arguments.docs)):
         for path in paths:
             if not path.exists():
                 parser.error(f"{name}: {path} is not there")
+    out = arguments.out or Path("report")
+    if arguments.out is not None or not arguments.docs:
+        check_free(out, arguments.force, ours=is_page(out), older="one with an older page")
     if arguments.docs:
         from ccq.report.docs import DocsError
 
@@ -71,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"Filled {', '.join(str(path) for path in filled)}")
         if arguments.out is None:
             return 0
-    written = write(arguments.paths, arguments.out or Path("report"))
+    written = write(arguments.paths, out)
     print(f"Wrote {written[0]}, {written[1].name} and {len(written) - 2} figures")
     from ccq.report.collect import collect
 

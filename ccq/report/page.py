@@ -16,7 +16,7 @@ import jinja2
 import ccq
 from ccq.bench.tables import goals_table
 from ccq.figures import Figure, inline, sample, svg
-from ccq.report import claims, figures, tables
+from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
 from ccq.report.collect import DAMAGE, Collection
@@ -30,7 +30,7 @@ WHAT = (
     "stored keys vary most, and only then reads: q_clean = q − λ Σ q."
 )
 FOOT = (
-    f"Made by `ccq report`, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
+    f"{MADE_BY}, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
     "Curvature-Conditioned Query for Linear Attention. Its numbers are quoted as facts; this implementation is "
     "independent of its authors."
 )

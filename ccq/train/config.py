@@ -259,11 +259,16 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
 
 
+def fixed(config: Config) -> dict[str, Any]:
+    """The fields that must not change within a run."""
+    return {name: value for name, value in flat(config).items() if not name.startswith(MAY_CHANGE)}
+
+
 def differences(saved: Config, asked: Config) -> list[str]:
     """'field: the run has x, asked for y' for each field that must not change within a run."""
-    before, now = flat(saved), flat(asked)
+    before, now = fixed(saved), fixed(asked)
     return [
         f"{name}: the run has {before.get(name)!r}, asked for {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE)
+        if before.get(name) != now.get(name)
     ]

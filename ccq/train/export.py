@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ccq.files import whole_folder
+from ccq.files import MODEL_FILES, check_free, whole_folder, write_json
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import FAILURES, folder_of, newest, problem, reason, steps_in
 from ccq.train.monitor import tokenizer_of
 from ccq.train.parallelize import DTYPES, make_model
 from ccq.train.world import join
+
+ORIGIN = "export.json"  # of which run and step an export is
 
 
 def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
@@ -52,8 +55,13 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     return model.eval(), step
 
 
-def export(run: Path, out: Path, step: int | None = None, dtype: str | None = None) -> int:
-    """Write `out`, with the tokenizer where the run has one; returns the step."""
+def export(run: Path, out: Path, step: int | None = None, dtype: str | None = None, force: bool = False) -> int:
+    """Write `out`, with the tokenizer where the run has one; returns the step.
+
+    It may hold an older export of the run, or with `force` anything but a run; no file of the old model stays.
+    """
+    mark = folder.mark(run)
+    check_free(out, force, ours=run_of(out) == mark, older="one with an older export of this run")
     model, step = load_weights(run, step)
     if dtype is not None:
         model = model.to(DTYPES[dtype])
@@ -68,13 +76,23 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
             model.generation_config.bos_token_id = model.config.bos_token_id
             model.generation_config.pad_token_id = model.config.pad_token_id
     try:
-        with whole_folder(out, last="config.json", instead_of="model*.safetensors*") as partial:
+        adapters = ("adapter_*",) if force else ()  # of this run's model they still are
+        with whole_folder(out, last="config.json", instead_of=(*MODEL_FILES, *adapters)) as partial:
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             model.save_pretrained(partial)
+            write_json(partial / ORIGIN, {"run": mark, "step": step})
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} could not be written: {reason(error)}") from error
     return step
+
+
+def run_of(out: Path) -> str | None:
+    """The mark of the run that `out` is an export of; None where it says none."""
+    try:
+        return json.loads((out / ORIGIN).read_text())["run"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("--step", type=int, help="of this checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they were trained)")
+    parser.add_argument("--force", action="store_true", help="replace another model in OUT_DIR; its files are removed")
     options = parser.parse_args(argv)
-    step = export(options.run, options.out, options.step, options.dtype)
+    step = export(options.run, options.out, options.step, options.dtype, options.force)
     print(f"Wrote {options.out}: step {step} of {options.run}")
     return 0

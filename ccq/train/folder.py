@@ -71,6 +71,14 @@ def claim(folder: Path, config: Config) -> None:
     write_atomically(path, configs.to_json(configs.identified(config, needles)).encode())
 
 
+def mark(folder: Path) -> str:
+    """A hash that tells the run from others, wherever it lies: of all that `claim` holds fast, and its repeat."""
+    config = configs.read(folder / CONFIG)
+    data = read_data(folder / DATA) if (folder / DATA).exists() else None
+    what = [configs.fixed(config), config.identity.repeat, data]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
 EXPECTED = "what the run wrote of its data"
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ccq.files import read_json, write_atomically
+from ccq.files import check_free, read_json, write_atomically
 from ccq.names import first_line, nearest
 from ccq.systems import SYSTEMS
 from ccq.train import RunError
@@ -75,6 +75,11 @@ class Spec:
     @staticmethod
     def is_repeat(name: str) -> bool:
         return "-r0" not in name
+
+    @staticmethod
+    def changed(name: str) -> str:
+        """The hash of its changes; "" where it has none."""
+        return re.split(r"-r\d+", name)[-1].lstrip("-")
 
     def config(self) -> Any:
         from ccq.recipes import recipe
@@ -308,42 +313,90 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
     return chosen
 
 
-def merge(
-    tier: str, groups: list[list[Spec]], out: Path, chosen: dict[str, float], failed: list, test_samples: int
-) -> dict[str, Any]:
-    """All finished runs of a tier as one file; returns what is in it."""
-    from ccq.provenance import provenance
+def protocol(specs: Sequence[Spec], test_samples: int) -> dict[str, Any]:
+    """What the runs of one file share, and which rates and seeds they have; as JSON gives it back."""
     from ccq.train.data import recall_vocabulary
 
-    specs = [spec for group in groups for spec in group]
-    paths = [out / "runs" / f"{spec.name}.json" for spec in specs]
-    runs = [json.loads(path.read_text()) for path in paths if path.exists()]
     config = specs[0].config()
     data, optimizer = config.data, dataclasses.asdict(config.optimizer)
     del optimizer["lr"]
+    told = {
+        "steps": specs[0].steps,
+        "batch": data.batch,
+        "rates": sorted({spec.lr for spec in specs}),
+        "seeds": sorted({spec.seed for spec in specs}),
+        "dtype": config.dtype,
+        "vocab_size": recall_vocabulary(config),
+        "schedule": "cosine to 0 over the steps, no warm-up" if not config.optimizer.warmup else "warm-up, cosine",
+        "optimizer": optimizer,
+        "train_slices": data.slices,
+        "valid_slices": data.valid_slices,
+        "test_slices": [(s[0], s[1], test_samples) for s in data.valid_slices],
+        "test_seed": TEST_SEED,
+        "chosen_by": "mean accuracy over seeds and validation slices after the last step",
+    }
+    return json.loads(json.dumps(told))
+
+
+def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dict[str, Any]:
+    """What calls before wrote into a tier's file; RunError where they trained otherwise: one file must not mix them."""
+    expected = "what an earlier `ccq sweep` wrote; --force writes it anew"
+    found = read_json(path, RunError, expected)
+    try:
+        told = {
+            "chosen": dict(found["chosen"]),
+            "failed": {x["name"]: x for x in found["failed"]},
+            "missing": list(found["missing"]),
+            "runs": {run["name"]: run for run in found["runs"]},
+        }
+        pairs = [("size", found.get("size", specs[0].size), specs[0].size)]
+        pairs += [(name, found["protocol"].get(name), now[name]) for name in now if name not in ("rates", "seeds")]
+        changed = {Spec.changed(name) for name in (*told["runs"], *told["missing"])}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
+    different = [f"{name}: {before!r} there, {asked!r} now" for name, before, asked in pairs if before != asked]
+    if not different and not changed <= {Spec.changed(specs[0].name)}:
+        different = ["another --set"]
+    if different:
+        raise RunError(
+            f"{path} has runs that were trained otherwise ({'; '.join(different)}): one file must not mix them. "
+            "Take another --out, or write the file anew with --force"
+        )
+    return told
+
+
+def merge(
+    tier: str, specs: Sequence[Spec], out: Path, chosen: dict[str, float], failed: list, now: dict[str, Any],
+    before: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """All finished runs of a tier, those of calls before among them, as one file; returns what is in it."""
+    from ccq.provenance import provenance
+
+    paths = {spec.name: out / "runs" / f"{spec.name}.json" for spec in specs}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    chosen = before["chosen"] | chosen
+    kept = {
+        name: run
+        for name, run in before["runs"].items()
+        if name in found or (name not in paths and (tier == "rows" or run["lr"] == chosen.get(run["row"])))
+    }  # of seeds, a row may have another rate now
+    runs = list((kept | found).values())
+    rows = {spec.row for spec in specs}
+    missing = [name for name in before["missing"] if Spec.row_of(name) not in rows]
+    failed = [*(before["failed"][name] for name in missing if name in before["failed"]), *failed]
     content = {
         "kind": "mqar_sweep",
         "tier": tier,
         "size": specs[0].size,
         "protocol": {
-            "steps": specs[0].steps,
-            "batch": data.batch,
-            "rates": sorted({spec.lr for spec in specs}),
-            "seeds": sorted({spec.seed for spec in specs}),
-            "dtype": config.dtype,
-            "vocab_size": recall_vocabulary(config),
-            "schedule": "cosine to 0 over the steps, no warm-up" if not config.optimizer.warmup else "warm-up, cosine",
-            "optimizer": optimizer,
-            "train_slices": data.slices,
-            "valid_slices": data.valid_slices,
-            "test_slices": [(s[0], s[1], test_samples) for s in data.valid_slices],
-            "test_seed": TEST_SEED,
-            "chosen_by": "mean accuracy over seeds and validation slices after the last step",
+            **now,
+            "rates": sorted({spec.lr for spec in specs} | {run["lr"] for run in runs}),
+            "seeds": sorted({spec.seed for spec in specs} | {run["seed"] for run in runs}),
         },
         "provenance": provenance(),
         "chosen": chosen if tier == "seeds" else chosen_rates(runs),
-        "failed": [x for x in failed if not (out / "runs" / f"{x['name']}.json").exists()],
-        "missing": [spec.name for spec, path in zip(specs, paths, strict=True) if not path.exists()],
+        "failed": [x for x in failed if x["name"] not in found],
+        "missing": [*missing, *(name for name in paths if name not in found)],
         "runs": runs,
     }
     head = json.dumps({name: value for name, value in content.items() if name != "runs"}, indent=1)
@@ -406,6 +459,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of all recipes: --set data.batch=64"
     )
+    parser.add_argument("--force", action="store_true", help="write into a folder that holds something else")
     return sweep(parser.parse_args(argv))
 
 
@@ -428,6 +482,8 @@ def sweep(options: argparse.Namespace) -> int:
         if value < least:
             raise RunError(f"--{name}: expected at least {least}, got {value}")
     options.changes = tuple(change(text) for text in options.set)
+    begun = any(out.glob("mqar_*.json")) or any(out.glob("runs/*-steps*-r*.json"))
+    check_free(out, options.force, ours=begun, older="one with an older sweep")
     with folder.locked(out):
         chosen = {}
         if tier == "seeds" and options.rates_from:
@@ -443,6 +499,11 @@ def sweep(options: argparse.Namespace) -> int:
             if not config.data.valid_slices:
                 raise RunError("data.valid_slices: expected one kind of sample at least: rates are chosen on them")
         check_test_samples(groups, out, options.test_samples)
+        specs = list(itertools.chain(*groups))
+        now, path = protocol(specs, options.test_samples), out / f"mqar_{tier}.json"
+        before: dict[str, Any] = {"chosen": {}, "failed": {}, "missing": [], "runs": {}}
+        if path.exists() and not options.force:
+            before = earlier_calls(path, specs, now)
         todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
         todo = [group for group in todo if group]
         if todo:
@@ -461,13 +522,14 @@ def sweep(options: argparse.Namespace) -> int:
                 failed = run_all(todo, out, settings, began + 60 * options.minutes)
         except KeyboardInterrupt:
             code = 130
-        content = merge(tier, groups, out, chosen, failed, options.test_samples)
+        content = merge(tier, specs, out, chosen, failed, now, before)
     print(table(content))
+    left = len({spec.name for spec in specs} & set(content["missing"]))
     say(
-        f"{len(content['runs'])} of {total} runs in {out / f'mqar_{tier}.json'}, {time.monotonic() - began:.0f} s"
-        + (f"; {len(content['missing'])} missing: the same command goes on with them" if content["missing"] else "")
+        f"{total - left} of {total} runs in {path}, {time.monotonic() - began:.0f} s"
+        + (f"; {left} missing: the same command goes on with them" if left else "")
     )
-    return code or (1 if content["missing"] else 0)
+    return code or (1 if left else 0)
 
 
 def check_test_samples(groups: list[list[Spec]], out: Path, samples: int) -> None:

@@ -48,6 +48,46 @@ def test_a_tokenizer_is_whole_or_not_there(tmp_path, corpus, capsys, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {"afile", "out"}
 
 
+def test_a_tokenizer_is_replaced_only_if_told_so(tmp_path, corpus, capsys):
+    out = tmp_path / "out"
+    command = ["data", "tokenizer", str(corpus), "--out", str(out), "--vocab-size"]
+    assert main([*command, "300"]) == 0
+    (out / "merges.txt").write_text("of another kind")
+    before = (out / "tokenizer.json").read_bytes()
+    assert main([*command, "310"]) == 1
+    said = capsys.readouterr().err
+    assert f"{out} is not empty, it holds merges.txt, tokenizer.json, tokenizer_config.json: expected" in said
+    assert "--force" in said
+    assert (out / "tokenizer.json").read_bytes() == before
+    assert main([*command, "310", "--force"]) == 0
+    assert len(load_tokenizer(out)) == 310
+    assert not (out / "merges.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["prepare", "tokenizer"])
+def test_files_that_are_skipped_are_named(kind, tmp_path, tokenizer_folder, capsys):
+    text = tmp_path / "text"
+    (text / "b").mkdir(parents=True)
+    (text / "b" / "table.csv").write_text("1,2")
+    (text / "valid.pdf").write_text("x")
+    for number in range(11):
+        (text / f"{number:02}.html").write_text("x")
+    line = ["data", kind, str(text), "--out", str(tmp_path / "out"), "--exclude", "valid*"]
+    line += ["--tokenizer", str(tokenizer_folder), "--workers", "0"] if kind == "prepare" else ["--vocab-size", "300"]
+    names = ", ".join(str(text / f"{number:02}.html") for number in range(10))
+    assert main(line) == 1
+    said = capsys.readouterr().err
+    assert f"Skipped, of no kind that is read (12): {names}, and 2 more\n" in said
+    assert "text holds no file that ends in .txt, .txt.gz, .txt.zst, .md, " in said
+    assert not (tmp_path / "out" / "index.json").exists()
+    (text / "a.txt").write_text("a text that is read " * 20)
+    for number in range(5):
+        (text / f"{number:02}.html").unlink()
+    assert main(line) == 0
+    rest = ", ".join(str(text / f"{number:02}.html") for number in range(5, 11))
+    assert f"Skipped, of no kind that is read (7): {rest}, {text / 'b' / 'table.csv'}\n" in capsys.readouterr().err
+
+
 def test_check_names_every_damaged_shard(some_shards, capsys):
     folder = some_shards[0]
     (folder / "shard-00000.bin").unlink()

@@ -186,6 +186,23 @@ def test_a_damaged_model_is_named_before_anything_is_trained(trio, tmp_path, mon
     assert not (tmp_path / "laptop" / "gla_tiny").exists()
 
 
+@pytest.mark.parametrize("file", ["gla_tiny/eval/mqar.json", "gla_tiny/config.json", "regimes/scores.json"])
+def test_what_is_damaged_is_made_anew(first, ships, empty_page, tmp_path, file):
+    out = tmp_path / "laptop"
+    shutil.copytree(first[0], out)
+    whole = (out / file).read_bytes()
+    (out / file).write_bytes(whole[: len(whole) // 2])
+    before = times(out)
+    text = told(small(out))
+    assert f"{out / file} is damaged: this part is made anew" in text
+    assert text.count("finished before") == 6
+    again = {name for name, when in times(out).items() if when != before.get(name)} - {demo.STATE}
+    assert file in again
+    assert {Path(name).parts[0] for name in again} == {Path(file).parts[0]}
+    if file.startswith("gla_tiny"):  # trained as the first time
+        assert scores(out, "gla_tiny", "eval/mqar.json") == scores(first[0], "gla_tiny", "eval/mqar.json")
+
+
 def test_evaluation_goes_on_from_its_answers(first, ships, empty_page, tmp_path, monkeypatch):
     """Interrupted among the needles: what was answered before is not asked again."""
     from ccq.evaluate.engine import Engine

@@ -119,7 +119,7 @@ def test_target_that_is_there(source, tmp_path):
     target = tmp_path / "a" / "b"
     convert(folder, target)  # makes its parents
     before = (target / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(FileExistsError, match="does not exist yet, or an empty one"):
+    with pytest.raises(FileExistsError, match=r"is not empty, it holds config.json, .*--force"):
         convert(folder, target)
     assert (target / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(FileExistsError):
@@ -129,6 +129,21 @@ def test_target_that_is_there(source, tmp_path):
     (tmp_path / "empty").mkdir()
     convert(folder, tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").exists()
+
+
+def test_with_force_nothing_of_the_old_model_stays(source, tmp_path, capsys):
+    folder, out = source("gla"), tmp_path / "out"
+    out.mkdir()
+    for name in ("tokenizer.json", "vocab.json", "model-00001-of-00002.safetensors", "pytorch_model.bin"):
+        (out / name).write_text("older")
+    (out / "notes.txt").write_text("mine")
+    assert cli.main(["convert", str(folder), str(out)]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert cli.main(["convert", str(folder), str(out), "--force"]) == 0
+    convert(folder, tmp_path / "fresh")
+    assert {path.name for path in out.iterdir()} == {"notes.txt", *(p.name for p in (tmp_path / "fresh").iterdir())}
+    with pytest.raises(ValueError, match="target: expected another folder than the source"):
+        convert(out, out, force=True)
 
 
 @pytest.mark.parametrize("when", ["write_safetensors", "_copy_companions"])

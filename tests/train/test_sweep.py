@@ -264,6 +264,55 @@ def test_finished_runs_are_not_mixed_with_others_of_more_test_samples(tmp_path, 
     assert (tmp_path / "mqar_rows.json").read_bytes() == before
 
 
+def test_a_file_keeps_the_runs_of_earlier_calls(tmp_path, capsys):
+    def call(*arguments):
+        return cli.main(["sweep", *TOY, "--out", str(tmp_path), "--tier", *arguments])
+
+    def content(tier):
+        return json.loads((tmp_path / f"mqar_{tier}.json").read_text())
+
+    assert call("rows", "--rows", "gla", "--rates", "0.01", "0.001") == 0
+    first = content("rows")
+    assert call("rows", "--rows", "gla_unit", "--rates", "0.003", "--minutes", "0") == 1
+    assert call("rows", "--rows", "gla", "--rates", "0.01") == 0  # what others miss is not its fault
+    found = content("rows")
+    assert found["runs"] == first["runs"]
+    assert [sweep.Spec.row_of(name) for name in found["missing"]] == ["gla_unit"]
+    assert call("rows", "--rows", "gla_unit", "--rates", "0.003") == 0
+    found = content("rows")
+    assert [(run["row"], run["lr"]) for run in found["runs"]] == [("gla", 0.01), ("gla", 0.001), ("gla_unit", 0.003)]
+    assert (found["missing"], found["protocol"]["rates"]) == ([], [0.001, 0.003, 0.01])
+    assert found["chosen"] == first["chosen"] | {"gla_unit": 0.003}
+
+    for row in ("gla", "gla_unit"):
+        assert call("seeds", "--rows", row, "--seeds", "1") == 0
+    assert [run["row"] for run in content("seeds")["runs"]] == ["gla", "gla_unit"]
+    assert content("seeds")["chosen"] == found["chosen"]
+
+    capsys.readouterr()
+    for other in (["--steps", "3"], ["--set", "model.num_hidden_layers=1"], ["--set", "data.batch=4"]):
+        before = (tmp_path / "mqar_rows.json").read_bytes()
+        assert call("rows", "--rows", "gla", "--rates", "0.01", *other) == 1
+        assert "mqar_rows.json has runs that were trained otherwise" in capsys.readouterr().err
+        assert (tmp_path / "mqar_rows.json").read_bytes() == before
+    (tmp_path / "mqar_rows.json").write_bytes(before[:-100])
+    assert call("rows", "--rows", "gla", "--rates", "0.01") == 1
+    assert "mqar_rows.json is damaged" in capsys.readouterr().err
+    assert call("rows", "--rows", "gla", "--rates", "0.01", "--force") == 0
+    assert [run["lr"] for run in content("rows")["runs"]] == [0.01]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
+    line = ["sweep", *TOY, "--rows", "gla", "--rates", "0.01", "--tier", "rows", "--out", str(tmp_path / "x")]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    assert cli.main(line) == 1
+    assert "x is not empty, it holds notes.txt: expected" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes.txt"]
+    assert cli.main([*line, "--minutes", "0", "--force"]) == 1  # nothing is trained
+    assert cli.main(line) == 0  # it is ours now
+
+
 def run_toy(out):
     return cli.main(["sweep", *TOY, *ROWS, "--out", str(out)])
 

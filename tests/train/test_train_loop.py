@@ -1,5 +1,6 @@
 """What a run computes, logs and survives, in one process."""
 
+import dataclasses
 import json
 import math
 import resource
@@ -516,6 +517,61 @@ def test_an_export_onto_a_file_is_refused(text_run, tmp_path, capsys):
     assert "afile is a file: expected a folder" in output.err
     assert "Wrote" not in output.out
     assert files_of(tmp_path) == {Path("afile"): b"mine"}
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_no_export_into_a_run(text_run, tmp_path, capsys, force):
+    """It would replace config.json, and the run could be neither trained nor exported any more."""
+    from ccq import cli
+
+    other = tmp_path / "other"
+    assert train(small("gla", steps=1), other) == 0
+    for target in (text_run[1], other):
+        before = files_of(target)
+        assert cli.main(["export", str(text_run[1]), str(target), *force]) == 1
+        assert f"{target} is a run of `ccq train`, which stays as it is" in capsys.readouterr().err
+        assert files_of(target) == before
+
+
+def test_an_export_takes_the_place_of_another_model_only_if_told_so(text_run, tmp_path, capsys):
+    from ccq import cli
+
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert train(small("gla", steps=1, seed=1), run) == 0  # of recall: without a tokenizer
+    assert cli.main(["export", str(text_run[1]), str(out)]) == 0
+    (out / "adapter_config.json").write_text("{}")
+    (out / "pytorch_model.bin").write_bytes(b"older")
+    (out / "notes.txt").write_text("mine")
+    (out / "eval").mkdir()
+    before = files_of(out)
+    assert cli.main(["export", str(run), str(out)]) == 1
+    said = capsys.readouterr().err
+    assert f"{out} is not empty, it holds adapter_config.json, config.json, eval, export.json and " in said
+    assert "an older export of this run" in said
+    assert "--force" in said
+    assert files_of(out) == before
+    assert cli.main(["export", str(run), str(out), "--force"]) == 0
+    assert cli.main(["export", str(run), str(tmp_path / "fresh")]) == 0
+    found = files_of(out)
+    assert found.pop(Path("notes.txt")) == b"mine"
+    assert found == files_of(tmp_path / "fresh")
+    assert (out / "eval").is_dir()
+    moved = run.rename(tmp_path / "moved")
+    assert cli.main(["export", str(moved), str(out)]) == 0  # the same run, wherever it lies
+
+
+def test_a_repeat_is_another_run(tmp_path):
+    from ccq.train.folder import mark
+
+    config = small("gla", steps=1)
+    assert train(config, tmp_path / "first") == 0
+    first = mark(tmp_path / "first")
+    config.runtime.log_every = 7
+    assert train(config, tmp_path / "first") == 0  # gone on with, otherwise logged
+    assert mark(tmp_path / "first") == first
+    config.identity = dataclasses.replace(config.identity, repeat=1)
+    assert train(config, tmp_path / "second") == 0
+    assert mark(tmp_path / "second") != first
 
 
 def test_validation_tokens_of_another_tokenizer_are_refused(tmp_path):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ccq.files import whole_folder
+from ccq.files import MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
@@ -34,12 +34,7 @@ from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
 
-# files beside the weights that go along
-COMPANIONS = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files beside the weights that go along
 
 
 def model_shapes(config: CCQConfig) -> tuple[CCQForCausalLM, dict[str, tuple[int, ...]]]:
@@ -140,6 +135,7 @@ def convert(
     to: str | None = None,
     clean: bool = False,
     gate_init: float = GATE_INIT,
+    force: bool = False,
 ) -> Report:
     """Write the checkpoint in folder `source` in the other layout to folder `target`.
 
@@ -147,7 +143,8 @@ def convert(
         to: "ccq" or "fla"; None: the one that it is not in.
         clean: add cleaning, with lam = gate_init everywhere; a checkpoint of ours can get it too (to="ccq").
 
-    `target` must not exist, or be empty. It appears when all of it is written, or not at all.
+    `target` must not exist, or be empty; with `force`, the model that is there gives way. It appears when all of it is
+    written, or not at all.
     """
     source, target = Path(source).expanduser(), Path(target).expanduser()
     if to not in (None, "ccq", "fla"):
@@ -156,8 +153,9 @@ def convert(
         raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: there is no such folder")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target}: expected a folder that does not exist yet, or an empty one")
+    check_free(target, force)
+    if target.resolve() == source.resolve():
+        raise ValueError(f"target: expected another folder than the source, got {target}")
     raw = read_json(source / "config.json")
     kind = raw.get("model_type")
     types = (*FAMILIES, CCQConfig.model_type)
@@ -191,7 +189,7 @@ def convert(
     if result.dtype is None:
         result.dtype = next(iter(tensors.values())).dtype  # of the embedding
 
-    with whole_folder(target, last="config.json") as partial:
+    with whole_folder(target, last="config.json", instead_of=(*MODEL_FILES, "adapter_*")) as partial:
         if to == "ccq":
             result.architectures = [CCQForCausalLM.__name__]
             result.save_pretrained(partial)
@@ -275,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "source", metavar="SRC", help="folder of a checkpoint, or a name on the Hub such as fla-hub/gla-1.3B-100B"
     )
-    parser.add_argument("target", metavar="DST", help="folder to make; it must not exist, or be empty")
+    parser.add_argument("target", metavar="DST", help="folder to make")
     parser.add_argument("--clean", action="store_true", help="add cleaning to every layer")
     parser.add_argument(
         "--gate-init",
@@ -286,13 +284,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--to", choices=("ccq", "fla"), help="the layout to write (default: the one that SRC is not in)"
     )
+    parser.add_argument("--force", action="store_true", help="replace another model in DST; its files are removed")
     arguments = parser.parse_args(argv)
     if arguments.gate_init is not None and not arguments.clean:
         parser.error("--gate-init: expected --clean beside it")
     gate_init = GATE_INIT if arguments.gate_init is None else arguments.gate_init
     try:
         source = folder_of(arguments.source)
-        report = convert(source, arguments.target, arguments.to, arguments.clean, gate_init)
+        report = convert(source, arguments.target, arguments.to, arguments.clean, gate_init, arguments.force)
     except ValueError as error:
         print(f"ccq convert: {error}", file=sys.stderr)
         return 1
