@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,21 @@ def test_a_folder_that_cannot_be_written_is_named_without_a_traceback(tmp_path, 
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "below")]) == 1
     assert "file" in capsys.readouterr().err
+
+
+def test_a_report_replaces_an_older_one_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("site").mkdir()
+    Path("site", "index.html").write_text("mine")
+    assert cli.main(["report", "-o", "site"]) == 1
+    assert "site is not empty, it holds index.html: expected" in capsys.readouterr().err
+    assert Path("site", "index.html").read_text() == "mine"
+    for arguments in (["--force"], []):  # the second time the page is ours
+        assert cli.main(["report", "-o", "site", *arguments]) == 1
+        assert "no result" in capsys.readouterr().err
+
+
+def test_a_path_to_report_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path)])
+    assert "nowhere is not there" in capsys.readouterr().err

@@ -239,24 +239,6 @@ def test_nothing_gives_a_page_that_says_so(tmp_path, monkeypatch, capsys, argume
         assert "There is nothing here yet." in Path("out", name).read_text()
 
 
-def test_a_page_replaces_an_older_one_and_nothing_else(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("site").mkdir()
-    Path("site", "index.html").write_text("mine")
-    assert cli.main(["report", "-o", "site"]) == 1
-    assert "site is not empty, it holds index.html: expected" in capsys.readouterr().err
-    assert Path("site", "index.html").read_text() == "mine"
-    for arguments in (["--force"], []):  # the second time the page is ours
-        assert cli.main(["report", "-o", "site", *arguments]) == 1
-        assert "no result" in capsys.readouterr().err
-
-
-def test_a_path_that_is_not_there_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path)])
-    assert "nowhere is not there" in capsys.readouterr().err
-
-
 def test_text_of_results_cannot_become_markup(tmp_path):
     evaluation(tmp_path / "r", "niah", {"niah_single_1/1024": (50.0, "mean")}, "<script>alert(1)</script>")
     assert "<script" not in build(collect([tmp_path])).html
