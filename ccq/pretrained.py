@@ -1,7 +1,9 @@
-"""Models and tokenizers in Hugging Face's layout: those that ship, folders, GGUF files, and names on the Hub."""
+"""Models and tokenizers: those that ship, folders in Hugging Face's layout, runs of `ccq train` as of their newest
+checkpoint, GGUF files, and names on the Hub."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ class NoTokenizerError(ModelError):
 
 
 def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any]:
-    """(model in eval mode, tokenizer) of a shipped model, a from_pretrained folder, a .gguf file or a name on the Hub.
+    """(model in eval mode, tokenizer) of a shipped model, a from_pretrained folder, a run, a .gguf file or a Hub name.
 
     Args:
         name: such as "ccq-gla-pico"; `ccq.shipped.names()` has all that ship.
@@ -43,6 +45,15 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
 
     check_device(str(device))
     check_cpu_bf16(str(device), str(dtype).removeprefix("torch."))
+    if is_run(where):
+        import torch
+
+        from ccq.train.export import as_exported
+
+        trained, _, step = as_exported(Path(where))
+        print(f"{name} is a run: its model after step {step}", file=sys.stderr)
+        kind = dtype or "float32"
+        return trained.to(device, None if kind == "auto" else getattr(torch, str(kind).removeprefix("torch."))).eval()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "float32", **how)
         return model.to(device).eval()
@@ -53,6 +64,15 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
 def load_config(name: str) -> Any:
     """The config of a model, without its weights."""
     where, how = _source(name)
+    if is_run(where):
+        from dataclasses import asdict
+
+        from ccq.train.config import model_config, read, recall
+
+        run = read(Path(where, "config.json"))
+        config = model_config(run.model)
+        config.identity, config.recall = asdict(run.identity), recall(run)
+        return config
     from transformers import AutoConfig
 
     import ccq.model  # noqa: F401
@@ -69,7 +89,9 @@ def load_tokenizer(name: str) -> Any:
 
     import ccq.model  # noqa: F401
 
-    folder = tokenizer_folder(Path(where))
+    folder = Path(where, "tokenizer") if is_run(where) else tokenizer_folder(Path(where))
+    if is_run(where) and not folder.is_dir():
+        raise NoTokenizerError(f"{name} has no tokenizer")
     if folder.is_dir() and not how and not (any(folder.glob("*token*")) or any(folder.glob("vocab*"))):
         raise NoTokenizerError(f"{name} has no tokenizer")
     try:
@@ -82,6 +104,11 @@ def load_tokenizer(name: str) -> Any:
     if not tokenizer("a").input_ids:  # transformers makes an empty one for a folder that has none
         raise NoTokenizerError(f"{name} has no tokenizer")
     return tokenizer
+
+
+def is_run(where: str) -> bool:
+    """Whether it is the folder of a run of `ccq train`, whose config.json is of another kind."""
+    return Path(where, "config.json").is_file() and Path(where, "checkpoints").is_dir()
 
 
 def _source(name: str) -> tuple[str, dict[str, str]]:

@@ -14,6 +14,7 @@ from ccq import tables
 from ccq.mixers import QueryCleaner
 from ccq.model.config import CCQConfig
 from ccq.model.decoder import CCQForCausalLM
+from ccq.pretrained import load_config
 
 # bytes a parameter in training: fp32 weights and gradients and a copy in bf16, the two moments of AdamW in fp32
 WEIGHT_BYTES, OPTIMIZER_BYTES = 10, 8
@@ -89,7 +90,7 @@ def activations(model: CCQForCausalLM) -> int:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq info", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "names", nargs="+", metavar="PRESET", help="such as ccq-gla-1.3b, or the folder of a checkpoint"
+        "names", nargs="+", metavar="PRESET", help="such as ccq-gla-1.3b, or the folder of a checkpoint or of a run"
     )
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in training (default: %(default)s)")
@@ -101,13 +102,13 @@ def main(argv: Sequence[str]) -> int:
     for name in arguments.names:
         folder = Path(name)
         if folder.is_dir() and not (folder / "config.json").exists():
-            parser.error(f"{name} has no config.json: expected the folder of a checkpoint")
+            parser.error(f"{name} has no config.json: expected the folder of a checkpoint or of a run")
         try:
-            config = CCQConfig.from_pretrained(name) if folder.is_dir() else CCQConfig.preset(name)
+            config = load_config(name) if folder.is_dir() else CCQConfig.preset(name.replace("_", "-"))
         except (TypeError, ValueError, OSError) as error:
-            if folder.is_dir() and "model_type" not in (folder / "config.json").read_text():
-                parser.error(f"{name} is no folder of a checkpoint; of a run of `ccq train`, `ccq export` makes one")
             parser.error(f"{name}: {error}" if folder.is_dir() else str(error))
+        if not isinstance(config, CCQConfig):
+            parser.error(f"{name} is a model of another kind, {type(config).__name__}")
         rows.append((name, info(config, arguments.length)))
     show(rows, arguments.length, arguments.batch)
     return 0

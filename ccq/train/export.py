@@ -55,6 +55,19 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     return model.eval(), step
 
 
+def as_exported(run: Path, step: int | None = None) -> tuple[Any, Any, int]:
+    """The model of a run as an export has it, its tokenizer or None, and the step."""
+    model, step = load_weights(run, step)
+    tokenizer = tokenizer_of(run)
+    if tokenizer is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(model.config, name) is None:
+                setattr(model.config, name, getattr(tokenizer, name))
+            if model.generation_config is not None:
+                setattr(model.generation_config, name, getattr(model.config, name))
+    return model, tokenizer, step
+
+
 def export(run: Path, out: Path, step: int | None = None, dtype: str | None = None, force: bool = False) -> int:
     """Write `out`, with the tokenizer where the run has one; returns the step.
 
@@ -62,19 +75,10 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
     """
     mark = folder.mark(run)
     check_free(out, force, ours=run_of(out) == mark, older="one with an older export of this run")
-    model, step = load_weights(run, step)
+    model, tokenizer, step = as_exported(run, step)
     if dtype is not None:
         model = model.to(DTYPES[dtype])
     model.config.dtype = next(p.dtype for p in model.parameters())
-    tokenizer = tokenizer_of(run)
-    if tokenizer is not None:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(model.config, name) is None:
-                setattr(model.config, name, getattr(tokenizer, name))
-        if model.generation_config is not None:
-            model.generation_config.eos_token_id = model.config.eos_token_id
-            model.generation_config.bos_token_id = model.config.bos_token_id
-            model.generation_config.pad_token_id = model.config.pad_token_id
     try:
         adapters = ("adapter_*",) if force else ()  # of this run's model they still are
         with whole_folder(out, last="config.json", instead_of=(*MODEL_FILES, *adapters)) as partial:

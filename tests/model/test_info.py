@@ -68,7 +68,7 @@ def test_the_command_reads_a_folder(tmp_path, capsys):
         (["gla-13b"], "Did you mean 'gla-1.3b'?"),
         (["gla-1.3b", "--length", "0"], "--length: expected a positive number"),
         (["empty"], "empty has no config.json: expected the folder of a checkpoint"),
-        (["run"], "run is no folder of a checkpoint; of a run of `ccq train`, `ccq export` makes one"),
+        (["run"], "the config of run could not be loaded"),
     ],
 )
 def test_the_command_names_mistakes(arguments, words, capsys, tmp_path, monkeypatch):

@@ -1,0 +1,51 @@
+"""Where a model is expected, the folder of a run is one, as of its newest checkpoint."""
+
+import json
+
+import pytest
+import torch
+from train_helpers import small
+
+from ccq import cli
+from ccq.pretrained import load_config, load_model, load_tokenizer
+from ccq.shipped import ModelError
+from ccq.train import RunError
+from ccq.train.export import export
+from ccq.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    config = small(steps=4, dtype="fp32", checkpoint_every=2)
+    assert train(config, out) == 0
+    return out
+
+
+def test_it_is_the_model_that_an_export_would_be(run, tmp_path, capsys):
+    export(run, tmp_path / "model")
+    ours, theirs = load_model(str(run)), load_model(str(tmp_path / "model"))
+    assert "is a run: its model after step 4" in capsys.readouterr().err
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in ours.state_dict().items())
+    assert (ours.config.identity, ours.config.recall) == (theirs.config.identity, theirs.config.recall)
+    assert load_model(str(run), dtype="bfloat16").dtype == torch.bfloat16
+    assert load_config(str(run)).recall == ours.config.recall
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(str(run))
+
+
+def test_it_can_be_evaluated_and_described(run, tmp_path, capsys):
+    assert cli.main(["eval", str(run), "--suite", "mqar", "--slices", "16x2x4", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "mqar.json").read_text())
+    assert found["settings"]["vocabulary"] == 64  # what it was trained on, not zoology's
+    assert found["identity"]["system"] == "ccq-gla"
+    assert cli.main(["info", str(run), "ccq_gla_tiny"]) == 0
+    assert "ccq_gla_tiny" in capsys.readouterr().out
+
+
+def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    with pytest.raises(RunError, match="holds no checkpoint that is whole"):
+        load_model(str(tmp_path))
