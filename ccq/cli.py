@@ -43,7 +43,6 @@ EXTRAS = {
     "safetensors": "model",
     "tensorboard": "train",
     "tokenizers": "train",
-    "torchdata": "train",
     "transformers": "model",
     "triton": "gpu",
     "tyro": "train",

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-if TYPE_CHECKING:
-    from torchdata.stateful_dataloader import StatefulDataLoader
 
 IGNORE = -100  # a label that is not scored
 
@@ -58,8 +54,7 @@ class Steps(IterableDataset):
     """The steps of a source from `step` on, without end: of each, this rank's `accumulate` micro-batches in order.
 
     Micro-batch m of rank r is part `r * accumulate + m` of `world * accumulate`, so ranks and accumulation cut the
-    global batch into the same rows in the same order. The state is the step: it says nothing of ranks, and so a run
-    goes on with another number of them.
+    global batch into the same rows in the same order, and a run goes on with another number of them.
     """
 
     def __init__(self, source: Source, rank: int = 0, world: int = 1, accumulate: int = 1, step: int = 0) -> None:
@@ -73,49 +68,33 @@ class Steps(IterableDataset):
         first, parts = self.rank * self.accumulate, self.world * self.accumulate
         while True:
             batches = [self.source.batch(self.step, first + m, parts) for m in range(self.accumulate)]
-            self.step += 1  # before the yield: the state taken after a step says the next one
+            self.step += 1
             yield batches
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = int(state["step"])
-
-
-def loader(
-    steps: Steps, workers: int = 0, prefetch: int = 4, pin_memory: bool = False, begin: Callable | None = None
-) -> StatefulDataLoader | DataLoader:
+def loader(steps: Steps, workers: int = 0, pin_memory: bool = False, begin: Callable | None = None) -> DataLoader:
     """Iterate over `steps`, made ahead of time in `workers` (0 or 1) processes, which call `begin` first.
 
-    To resume, build it on `Steps(..., step=n)`; its `state_dict` says the same in torchdata's words. Without torchdata
-    it is torch's own loader: the same batches, and no `state_dict`.
+    To resume, build it on `Steps(..., step=n)`.
     """
     if workers not in (0, 1):
         raise ValueError(f"workers must be 0 or 1 (one worker keeps the order), got {workers}")
-    kind: Any = DataLoader
-    with contextlib.suppress(ModuleNotFoundError):
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        kind = StatefulDataLoader
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it under torch 2.13
-        return kind(
-            steps,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # or it would draw from the global generator, and a resumed run would differ
-            worker_init_fn=begin,
-        )
+    return DataLoader(
+        steps,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # or it would draw from the global generator, and a resumed run would differ
+        worker_init_fn=begin,
+    )
 
 
 @contextlib.contextmanager
 def iterating(steps: Steps, workers: int = 0, pin_memory: bool = False) -> Iterator[Iterator[list[Batch]]]:
     """Iterate over a `loader` whose worker no signal ends but the block's end: one that is sent to all processes of a
     run (by `timeout`, torchrun, a scheduler) is for the one that trains, and it saves first."""
-    batches = iter(loader(steps, workers, pin_memory=pin_memory, begin=ignore_signals))
+    batches = iter(loader(steps, workers, pin_memory, ignore_signals))
     try:
         yield batches
     finally:  # now: an exception may hold the last reference until Python waits for a process that hears nothing

@@ -310,31 +310,26 @@ class Bar:
     """A progress bar with tokens, documents and the time left; nothing where it is not asked for."""
 
     def __init__(self, size: int | None, shown: bool) -> None:
-        self.shown, self.due, self.begun = shown, 0.0, False
-        if shown:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            self.progress = Progress(*columns, TextColumn("left"), console=Console(stderr=True))
-            self.task = self.progress.add_task("preparing", total=size)
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, TextColumn("left"), console=Console(stderr=True), disable=not shown)
+        self.task, self.due = self.progress.add_task("preparing", total=size), 0.0
 
     def update(self, read: int, index: dict[str, Any]) -> None:
-        if not self.shown or time.monotonic() < self.due:  # ten times a second, however short the documents
+        if time.monotonic() < self.due:  # ten times a second, however short the documents
             return
-        self.due = time.monotonic() + 0.1
-        if not self.begun:  # a resumed run begins in the middle; the jump there is not its speed
+        if not self.due:  # a resumed run begins in the middle; the jump there is not its speed
             self.progress.reset(self.task, completed=read)
-            self.begun = True
+        self.due = time.monotonic() + 0.1
         text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
         self.progress.update(self.task, completed=read, description=text)
 
     def __enter__(self) -> None:
-        if self.shown:
-            self.progress.start()
+        self.progress.start()
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if self.shown:
-            if kind is None:
-                self.progress.update(self.task, completed=self.progress.tasks[0].total)
-            self.progress.stop()
+        if kind is None:
+            self.progress.update(self.task, completed=self.progress.tasks[0].total)
+        self.progress.stop()

@@ -53,10 +53,6 @@ class TokenWindows:
             ids[here] = permute(at[here] % self.windows, self.windows, key_of("windows", self.seed, epoch))
         return ids
 
-    def epoch(self, step: int) -> float:
-        """Epochs seen before this step."""
-        return step * self.batch_size / self.windows
-
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         return self.of(self.window_ids(step)[part(self.batch_size, rank, world)])
 

@@ -175,15 +175,9 @@ def test_the_loader_resumes_from_the_step(some_shards, workers):
     def ids(iterator, count):
         return [[b.window_ids.tolist() for b in next(iterator)] for _ in range(count)]
 
-    stream = loader(Steps(data, rank=1, world=2, accumulate=2), workers)
-    iterator = iter(stream)
-    first = ids(iterator, 3)
-    state = stream.state_dict()
-    rest = ids(iterator, 4)
+    iterator = iter(loader(Steps(data, rank=1, world=2, accumulate=2), workers))
+    first, rest = ids(iterator, 3), ids(iterator, 4)
     assert first + rest == [[data.window_ids(s)[2:3].tolist(), data.window_ids(s)[3:4].tolist()] for s in range(7)]
-    resumed = loader(Steps(data, rank=1, world=2, accumulate=2), workers)
-    resumed.load_state_dict(state)
-    assert ids(iter(resumed), 4) == rest
     assert ids(iter(loader(Steps(data, rank=1, world=2, accumulate=2, step=3), workers)), 4) == rest
     assert torch.equal(before, torch.get_rng_state()), "loading data must not move the model's random numbers"
 

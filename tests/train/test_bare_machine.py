@@ -6,11 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 from train_helpers import small
 
-from ccq.data.batches import Steps, loader
-from ccq.train.data import train_source
 from ccq.train.loop import train
 
 ABSENT = (
@@ -21,7 +18,6 @@ ABSENT = (
     "rich",
     "rouge",
     "tensorboard",
-    "torchdata",
     "tyro",
     "wonderwords",
     "zstandard",
@@ -57,17 +53,6 @@ def test_training_exporting_and_scoring_need_torch_and_transformers_alone(tmp_pa
         lines = (tmp_path / "eval" / "responses" / f"{suite}.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines[1:]]
         assert sum(answer in row for row in rows) == 4
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_torchs_own_loader_gives_the_same_batches(workers, monkeypatch):
-    steps = [Steps(train_source(small()), accumulate=2, step=3) for _ in range(2)]
-    ours = [batches for batches, _ in zip(loader(steps[0], workers), range(3), strict=False)]
-    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    bare = [batches for batches, _ in zip(loader(steps[1], workers), range(3), strict=False)]
-    assert type(loader(steps[1])).__module__.startswith("torch.utils")
-    for a, b in zip(ours, bare, strict=True):
-        assert [x.input_ids.tolist() for x in a] == [x.input_ids.tolist() for x in b]
 
 
 def test_tied_embeddings_are_trained_and_exported(tmp_path):
