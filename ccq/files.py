@@ -32,15 +32,28 @@ MODEL_FILES = (
 
 
 @contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """An OSError from inside names the file: that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when all of it is on the disk, also when the machine goes down."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with naming(path), open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ccq.data import DataError
-from ccq.files import read_json
+from ccq.files import naming, read_json
 
 FORMAT, VERSION = "ccq tokens", 1
 FOOTER = 512
@@ -79,9 +79,10 @@ class ShardWriter:
         self._put(bytes(padded(size) - size))
         self._put(np.asarray(self.ends, dtype="<i8").tobytes())
         self._put(footer(self.tokenizer, self.dtype, self.tokens, len(self.ends)))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with naming(self.path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
         os.replace(self.partial, self.path)
         return {
             "file": self.path.name,
@@ -98,7 +99,8 @@ class ShardWriter:
         self.partial.unlink(missing_ok=True)
 
     def _put(self, content: bytes) -> None:
-        self.file.write(content)
+        with naming(self.path):
+            self.file.write(content)
         self.hash.update(content)
 
 

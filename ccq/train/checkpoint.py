@@ -3,27 +3,29 @@
     RUN/checkpoints/step-00000500/     what PyTorch's distributed checkpoint writes, and complete.json
     RUN/checkpoints/*.partial          one that is being written, or whose writer died
 
-A folder gets its name when all of it lies on disk, by a rename, and complete.json says what that is, so that a file
-that was cut off later shows. Weights and moments are saved by name, with their place in the whole tensor: any number of
-ranks can load what any other number saved.
+A folder gets its name when all of it lies on disk, by a rename. complete.json has the size and sha256 of each file,
+taken as it was written: one that was cut off or changed later is not loaded. Weights and moments are saved by name,
+with their place in the whole tensor: any number of ranks can load what any other number saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ccq.files import write_json
+from ccq.files import naming, write_json
 from ccq.train import RunError
 from ccq.train.world import World
 
@@ -45,26 +47,90 @@ def steps_in(root: Path) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as names and sizes tell."""
+def problem(folder: Path, checksums: bool = False, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is wrong with a checkpoint, by names and sizes; with `checksums` by every byte of a rank's share of files.
+
+    Versions before 0.2 wrote no checksums.
+    """
     try:
-        files = json.loads((folder / COMPLETE).read_text())["files"]
+        said = json.loads((folder / COMPLETE).read_text())
+        files, sums = said["files"], said.get("sha256", {})
+        for name, size in files.items():
+            path = folder / name
+            if not path.exists():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
+        for name in sorted(sums)[rank::ranks] if checksums else ():
+            with open(folder / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sums[name]:
+                    return f"{name} is not what was written: its sha256 is another"
     except FileNotFoundError:
         return f"{COMPLETE} is missing"
-    except (ValueError, KeyError, TypeError):
+    except OSError as error:
+        return str(error)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE} is damaged"
-    for name, size in files.items():
-        path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
     return None
 
 
 def newest(root: Path) -> int | None:
     """Step of the newest checkpoint that looks whole."""
     return next((step for step in steps_in(root) if problem(folder_of(root, step)) is None), None)
+
+
+def load(
+    root: Path, state: dict[str, Any], world: World, say: Callable[[str], None], only: int | None = None
+) -> int | None:
+    """Fill `state` in place from the newest checkpoint that is whole, or from that of step `only`.
+
+    Returns its step, None where there is no checkpoint; RunError where all are damaged.
+    """
+    steps = world.from_main(steps_in(root) if only is None else [only])
+    for step in steps:
+        folder = folder_of(root, step)
+        wrong = next(filter(None, world.gathered(problem(folder, True, world.rank, world.size))), None)
+        if wrong is None:
+            try:
+                state_dict_loader.load(state, checkpoint_id=folder, process_group=world.background)
+                return step
+            except FAILURES as error:  # on all ranks, where it is one on any
+                wrong = reason(error)
+        if only is not None:
+            raise RunError(f"{folder} is damaged: {wrong}")
+        say(f"{folder} is damaged ({wrong}): taking the one before")
+    if steps:
+        raise RunError(f"every checkpoint in {root} is damaged; to start over, remove that folder")
+    return None
+
+
+class SummedStream:
+    def __init__(self, stream: Any, taken: Any) -> None:
+        self.stream, self.taken = stream, taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, content: Any) -> int:
+        self.taken.update(content)
+        return self.stream.write(content)
+
+
+class Summed(FileSystem):
+    """Takes the sha256 of each file as it is written, before the disk can change a byte of it."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with naming(path), super().create_stream(path, mode) as stream:
+            taken = self.sums[Path(path).name] = hashlib.sha256()
+            yield SummedStream(stream, taken)
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class Checkpoints:
@@ -84,19 +150,21 @@ class Checkpoints:
         self.wait()
         partial = self.root / (folder_of(self.root, step).name + PARTIAL)
         self.step, self.pending = step, Future()
-        sealed = self.pending
+        sealed, writer = self.pending, FileSystemWriter(partial)
+        writer.fs = summed = Summed()
 
         def seal(written: Future) -> None:  # in the thread that wrote
             try:
                 written.result()  # of rank 0: all ranks have written, and the metadata is there
+                sums = self.world.gathered({name: taken.hexdigest() for name, taken in summed.sums.items()})
                 if self.world.main:
-                    self._seal(partial, step)
+                    self._seal(partial, step, sums)
                 sealed.set_result(None)
             except BaseException as error:
                 sealed.set_exception(error)
 
         try:
-            future = async_save(state, checkpoint_id=partial, process_group=self.world.background)
+            future = async_save(state, storage_writer=writer, process_group=self.world.background)
         except FAILURES as error:
             self.pending = None
             raise self._failed(error) from error
@@ -114,10 +182,10 @@ class Checkpoints:
             except FAILURES as error:
                 raise self._failed(error) from error
 
-    def _seal(self, partial: Path, step: int) -> None:
+    def _seal(self, partial: Path, step: int, sums: list[dict[str, str]]) -> None:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        content = {"step": step, "world": self.world.size, "files": files}
-        write_json(partial / COMPLETE, content)
+        sha256 = {name: taken for each in sums for name, taken in each.items()}
+        write_json(partial / COMPLETE, {"step": step, "world": self.world.size, "files": files, "sha256": sha256})
         folder = folder_of(self.root, step)
         if folder.exists():  # damaged: else the run would have gone on from it
             self._remove(folder)
@@ -150,23 +218,6 @@ class Checkpoints:
         if step is None:
             return "There is no checkpoint yet."
         return f"The last good checkpoint is {folder_of(self.root, step)}."
-
-    def load(self, state: dict[str, Any], say: Callable[[str], None]) -> bool:
-        """Fill `state` in place from the newest checkpoint that can be read; False where there is none."""
-        found = [(s, problem(folder_of(self.root, s))) for s in steps_in(self.root)] if self.world.main else []
-        found = self.world.from_main(found)
-        for step, wrong in found:
-            folder = folder_of(self.root, step)
-            if wrong is None:
-                try:
-                    load(state, checkpoint_id=folder, process_group=self.world.background)
-                    return True
-                except FAILURES as error:  # on all ranks, where it is one on any
-                    wrong = reason(error)
-            say(f"{folder} is damaged ({wrong}): taking the one before")
-        if found:
-            raise RunError(f"every checkpoint in {self.root} is damaged; to start over, remove that folder")
-        return False
 
 
 def reason(error: BaseException) -> str:

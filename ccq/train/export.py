@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ccq.files import MODEL_FILES, check_free, whole_folder, write_json
 from ccq.train import RunError, folder
 from ccq.train import config as configs
-from ccq.train.checkpoint import FAILURES, folder_of, newest, problem, reason, steps_in
+from ccq.train.checkpoint import load, reason, steps_in
 from ccq.train.monitor import tokenizer_of
 from ccq.train.parallelize import DTYPES, make_model
 from ccq.train.world import join
@@ -30,25 +29,14 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     config = configs.read(run / folder.CONFIG)
     root = run / folder.CHECKPOINTS
     have = steps_in(root)
-    if step is None:
-        step = newest(root)
-        if step is None:
-            raise RunError(f"{root} holds no checkpoint that is whole")
-        if step != have[0]:
-            print(f"{folder_of(root, have[0])} is damaged: taking step {step}", file=sys.stderr)
-    elif step not in have:
-        raise RunError(f"{root} holds no checkpoint of step {step}; there are {', '.join(map(str, have)) or 'none'}")
-    path = folder_of(root, step)
-    wrong = problem(path)
-    if wrong is not None:
-        raise RunError(f"{path} is damaged: {wrong}")
+    if not have if step is None else step not in have:
+        what = "that is whole" if step is None else f"of step {step}"
+        raise RunError(f"{root} holds no checkpoint {what}; there are {', '.join(map(str, have)) or 'none'}")
     model = make_model(config, torch.device("cpu"))
     with join("cpu") as world:
         state = {"model": {name: x.detach() for name, x in model.named_parameters()}}
-        try:
-            load(state, checkpoint_id=path, process_group=world.background)
-        except FAILURES as error:
-            raise RunError(f"{path} is damaged: {reason(error)}") from error
+        step = load(root, state, world, lambda line: print(line, file=sys.stderr), step)
+    assert step is not None
     tokens = config.identity.tokens or 0
     identity = dataclasses.replace(config.identity, tokens=tokens * step // config.steps)
     model.config.identity, model.config.recall = dataclasses.asdict(identity), configs.recall(config)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ccq import files
 from ccq.data.shards import TokenShards
 from ccq.files import read_json, write_atomically, write_json
+from ccq.names import first_line
 from ccq.provenance import provenance
 from ccq.train import RunError
 from ccq.train import config as configs
@@ -99,9 +101,13 @@ def other_tokens(given: str | None, before: str | None) -> str:
     return f"the tokens in {given} are not those that the run began with"
 
 
-def note_origin(folder: Path, step: int) -> None:
+def note_origin(folder: Path, step: int, say: Callable[[str], None] = print) -> None:
     """Say where the run goes on from `step`; it may be another machine, or other code, than it began with."""
     path = folder / PROVENANCE
-    before = json.loads(path.read_text()) if path.exists() else []
-    kept = [part for part in before if part["step"] < step]  # what came after is trained again
+    kept: list[dict] = []
+    try:
+        before = read_json(path, RunError, "a list of where the run began and went on") if path.exists() else []
+        kept = [part for part in before if part["step"] < step]  # what came after is trained again
+    except (RunError, TypeError, KeyError) as damage:  # weights do not hang on it
+        say(f"{path} is damaged and begun anew ({first_line(damage)})")
     write_json(path, [*kept, {"step": step, **provenance()}])

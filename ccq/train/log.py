@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ccq.files import finite, write_atomically
+from ccq.files import finite, naming, write_atomically
 from ccq.names import duration
 from ccq.train import folder
 from ccq.train.config import Config
@@ -68,8 +68,9 @@ class Log:
         """Keep what is known of a step. Lists have one number a layer; text goes to TensorBoard as text."""
         if not self.main:
             return
-        self.file.write(json.dumps({"step": step, **finite(values)}) + "\n")
-        self.file.flush()
+        with naming(self.file.name):
+            self.file.write(json.dumps({"step": step, **finite(values)}) + "\n")
+            self.file.flush()
         if self.board is not None:
             for name, value in values.items():
                 if isinstance(value, str):

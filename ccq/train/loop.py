@@ -25,7 +25,7 @@ from ccq.data.counter import key_of
 from ccq.doctor import check_cpu_bf16
 from ccq.train import RunError, folder
 from ccq.train.captured import DeviceStep
-from ccq.train.checkpoint import Checkpoints, folder_of, newest
+from ccq.train.checkpoint import Checkpoints, folder_of, load, newest, problem
 from ccq.train.config import Config
 from ccq.train.data import accumulation, train_source, valid_source
 from ccq.train.log import Log
@@ -139,7 +139,9 @@ def train(config: Config, run: Path) -> int:
     with join(config.runtime.device, config.runtime.timeout) as world, contextlib.ExitStack() as stack:
         on_main(world, lambda: stack.enter_context(folder.locked(run)))
         accumulation(config, world.size)
-        finished = world.from_main(newest(run / folder.CHECKPOINTS) == config.steps)
+        root = run / folder.CHECKPOINTS
+        finished = world.main and newest(root) == config.steps
+        finished = world.from_main(finished and problem(folder_of(root, config.steps), checksums=True) is None)
         if not finished:
             on_main(world, lambda: check_cpu_bf16(world.device.type, config.dtype))
         # before the folder is this run's, and the one time that all data is read
@@ -149,7 +151,7 @@ def train(config: Config, run: Path) -> int:
         if finished:
             log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` makes a model of it.")
             return 0
-        checkpoints = Checkpoints(run / folder.CHECKPOINTS, world, config.runtime.keep)
+        checkpoints = Checkpoints(root, world, config.runtime.keep)
         try:
             stack.enter_context(own_stream(world))
             return Run(config, run, world, log, checkpoints).train()
@@ -216,12 +218,12 @@ class Run:
     def train(self) -> int:
         config, trainer = self.config, self.trainer
         state = trainer.state()
-        if self.checkpoints.load(state, self.log.say):
+        if load(self.checkpoints.root, state, self.world, self.log.say) is not None:
             trainer.loaded(state)
         start = trainer.progress["step"]
         self.log.open(start)
         if self.world.main:
-            folder.note_origin(self.run, start)
+            folder.note_origin(self.run, start, self.log.say)
         self.log.say(f"resumed at step {start}" if start else self.headline())
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
         pinned = self.world.device.type == "cuda"

@@ -42,6 +42,14 @@ class World:
             dist.all_reduce(numbers)
         return numbers.tolist()
 
+    def gathered(self, value: T) -> list[T]:
+        """What each rank has; the thread that writes checkpoints may ask too."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.background)
+        return found
+
     def from_main(self, value: T) -> T:
         """What rank 0 has."""
         box = [value]

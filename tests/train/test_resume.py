@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -222,6 +223,15 @@ def scramble(checkpoint):
     return "step-"
 
 
+def flip(checkpoint):
+    """One bit, in the middle of the weights: the size stays."""
+    file = next(checkpoint.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return f"{file.name} is not what was written"
+
+
 def lose(name):
     def lost(checkpoint):
         (checkpoint / name).unlink()
@@ -232,8 +242,8 @@ def lose(name):
 
 @pytest.mark.parametrize(
     "damage",
-    [truncate, lose(".metadata"), lose("complete.json"), scramble],
-    ids=["truncated", "no metadata", "no marker", "scrambled"],
+    [truncate, flip, lose(".metadata"), lose("complete.json"), scramble],
+    ids=["truncated", "bit flipped", "no metadata", "no marker", "scrambled"],
 )
 def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, undisturbed, stopped, capsys, damage):
     run = tmp_path / "run"
@@ -245,6 +255,62 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, undisturbed, sto
     assert said in out
     assert "resumed at step 10" in out
     assert_bit_equal(contents(run / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_last_checkpoint_is_made_anew(tmp_path, undisturbed, stopped, capsys, damage):
+    """The run is not finished then, and what is in the way of the new one goes."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    assert train(config(), run) == 0
+    damage(run / "checkpoints" / f"step-{STEPS:08d}")
+    assert train(config(), run) == 0
+    assert "resumed at step 20" in capsys.readouterr().out
+    assert_bit_equal(contents(run / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+def test_checkpoints_of_versions_without_checksums_are_loaded(tmp_path, undisturbed, stopped, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for marker in run.glob("checkpoints/*/complete.json"):
+        said = json.loads(marker.read_text())
+        assert said.pop("sha256").keys() == said["files"].keys()
+        marker.write_text(json.dumps(said))
+    assert train(config(), run) == 0
+    assert "resumed at step 12" in capsys.readouterr().out
+    assert_bit_equal(contents(run / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+
+
+def test_a_cut_provenance_is_told_and_does_not_stop_the_run(tmp_path, stopped, capsys):
+    for content in ('[{"step": 0, "comm', '{"step": 0}', "[{}]"):
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(stopped, run)
+        (run / "provenance.json").write_text(content)
+        assert train(config(), run) == 0
+        assert "provenance.json is damaged and begun anew" in capsys.readouterr().out
+        assert [part["step"] for part in json.loads((run / "provenance.json").read_text())] == [12]
+
+
+def train_on_a_small_disk(run, limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # Python ignores the signal and gets the error
+    try:
+        train(config(), run)
+    except RunError as error:
+        print(error)
+        return 1
+    return 0
+
+
+@pytest.mark.parametrize(("limit", "file"), [(20_000, "__0_0.distcp"), (300, "config.json")])
+def test_a_full_disk_names_the_file(tmp_path, limit, file):
+    process = start(train_on_a_small_disk, tmp_path / "run", limit, output=tmp_path / "out.txt")
+    process.join(120)
+    said = (tmp_path / "out.txt").read_text()
+    assert process.exitcode == 1, said
+    assert file in said.splitlines()[-1]
+    assert "File too large" in said.splitlines()[-1]
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_nothing_but_damaged_checkpoints_is_no_reason_to_start_over(tmp_path, stopped):

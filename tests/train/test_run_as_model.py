@@ -1,6 +1,7 @@
 """Where a model is expected, the folder of a run is one, as of its newest checkpoint."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ def test_it_can_be_evaluated_and_described(run, tmp_path, capsys):
     assert found["identity"]["system"] == "ccq-gla"
     assert cli.main(["info", str(run), "ccq_gla_tiny"]) == 0
     assert "ccq_gla_tiny" in capsys.readouterr().out
+
+
+def test_a_checkpoint_with_changed_bytes_is_passed_over(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    (file,) = (tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    load_model(str(tmp_path / "run"))
+    said = capsys.readouterr().err
+    assert "step-00000004 is damaged (__0_0.distcp is not what was written" in said
+    assert "its model after step 2" in said
+    assert export(tmp_path / "run", tmp_path / "model") == 2
+    with pytest.raises(RunError, match=r"step-00000004 is damaged: __0_0.distcp"):
+        export(tmp_path / "run", tmp_path / "other", step=4)
 
 
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
