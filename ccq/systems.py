@@ -94,6 +94,13 @@ _ALL = (
            _GLA | _PROJECTED | _LEARNED, ("-.", "^"), "gla-unit"),
     System("gla-projected-twice", "GLA, projected twice with decay", "two projected steps, with GLA's decay",
            _GLA | _PROJECTED | _DECAYED | {"steps": 2}, (":", "^"), "gla-projected-decay"),
+    System("ccq-gla-free-scale", "CCQ-GLA, free scale", "control: the paper's step with lam = s sigmoid(.), s learned",
+           _GLA | _CLEAN | {"gate_init": 0.5, "learned_scale": True}, ("--", "P"), "gla-unit"),
+    System("gla-other-head", "GLA, another head's keys",
+           "control: the projected read with decay along what another head's keys make of q",
+           _GLA | _PROJECTED | _DECAYED | {"direction": "other head"}, ("--", "<"), "gla-unit"),
+    System("gla-mean-key", "GLA, mean of the keys", "control: the projected read with decay along the mean key alone",
+           _GLA | _PROJECTED | _DECAYED | {"direction": "mean"}, (":", "<"), "gla-unit"),
     System("ccq-gated-deltanet", "CCQ-Gated DeltaNet", "Gated DeltaNet + CCQ",
            _GDN | _CLEAN, _CCQ_LINE, "gated-deltanet", "ccq-gated-deltanet"),
     System("ccq-gated-deltanet-no-decay", "CCQ-Gated DeltaNet, bias not decayed",
@@ -135,6 +142,9 @@ _ALL = (
     System("ccq-deltanet", "CCQ-DeltaNet", "DeltaNet + CCQ", _DELTANET | _CLEAN, _CCQ_LINE, "deltanet"),
     System("mamba2-unit", "Unit-norm Mamba2", "the control of CCQ-Mamba2", _MAMBA2 | _UNIT, _UNIT_LINE),
     System("ccq-mamba2", "CCQ-Mamba2", "Mamba-2 + CCQ", _MAMBA2 | _CLEAN, _CCQ_LINE, "mamba2-unit"),
+    System("mamba2-projected-decay", "Mamba2, projected read with decay",
+           "the projected read over a covariance that forgets as Mamba-2 does",
+           _MAMBA2 | _PROJECTED | _DECAYED, ("-", "^"), "mamba2-unit"),
 )  # fmt: skip
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}
 

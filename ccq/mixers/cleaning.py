@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, clean_query_step, decode_step, gate
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, clean_query_step, decode_step, gate, sigma_q
+from ccq.ops.clean import read_with, reference
 from ccq.ops.clean.chunk import CHUNK
 from ccq.ops.precision import stats_dtype
 from ccq.ops.recurrence import recurrence
@@ -34,7 +36,8 @@ class QueryCleaner(Owner):
     """What happens to q and k before they meet the state: nothing, unit length, cleaning, or Comba's read.
 
         clean               q - lam * Sigma_t q, k; both unit first (normalize="unit") or as they are ("stats");
-                            or another `step`, several `steps`, a covariance that forgets (`covariance_decay`)
+                            or another `step`, several `steps`, a covariance that forgets (`covariance_decay`);
+                            controls: another `direction` than Sigma_t q, lam with a `learned_scale`
         unit_qk             q / |q|, k / |k|: the control without cleaning
         current_key_read    q - d * k of the same token, d learned, one a head, after unit_qk
 
@@ -44,6 +47,7 @@ class QueryCleaner(Owner):
 
     gate_weight: Tensor  # [H, H * K]
     gate_bias: Tensor  # [H]
+    lam_scale: Tensor  # [H] of lam, where that is learned
     current_key: Tensor  # d [H]
     decay_logit: Tensor  # [H] of what is left of the covariance at each token, where that is learned
 
@@ -54,6 +58,8 @@ class QueryCleaner(Owner):
         self.clean, self.centred, self.normalize = config.clean, config.centred, config.normalize
         self.fixed_lam, self.gate_init = config.fixed_lam, config.gate_init
         self.read: dict[str, Any] = {"step": config.step, "steps": config.steps}
+        self.direction, self.learned_scale = config.direction, config.learned_scale
+        self.control = config.learned_scale or config.direction != "covariance"
         self.covariance_decay = config.covariance_decay if config.clean else "none"
         self.unit_qk, self.backend = config.unit_qk, config.backend
         self.current_key_init = config.current_key_init if config.current_key_read else None
@@ -65,6 +71,9 @@ class QueryCleaner(Owner):
             self.own("gate_bias", heads)
             if not config.decay_gate_bias:
                 self.no_weight_decay += ("gate_bias",)
+        if self.learned_scale:
+            self.own("lam_scale", heads)
+            self.no_weight_decay += ("lam_scale",)
         if self.covariance_decay == "learned":
             self.own("decay_logit", heads)
             self.no_weight_decay += ("decay_logit",)
@@ -81,6 +90,8 @@ class QueryCleaner(Owner):
             self.fill("gate_weight", nn.init.zeros_)
             logit = math.log(self.gate_init / (1 - self.gate_init))
             self.fill("gate_bias", lambda bias: nn.init.constant_(bias, logit))
+        if self.learned_scale:
+            self.fill("lam_scale", nn.init.ones_)
         if self.covariance_decay == "learned":
             self.fill("decay_logit", lambda logit: nn.init.constant_(logit, math.log(DECAY / (1 - DECAY))))
         if self.current_key_init is not None:
@@ -93,6 +104,8 @@ class QueryCleaner(Owner):
             lam = gate(q, self.gate_weight, self.gate_bias, self.backend)
         else:
             lam = q.new_full(q.shape[:-1], self.fixed_lam, dtype=stats_dtype(q.dtype))
+        if self.learned_scale:
+            lam = lam * self.lam_scale
         if self.intervention is not None:
             lam = self.intervention(lam)
         if self.record:
@@ -102,7 +115,7 @@ class QueryCleaner(Owner):
     @property
     def by_gate(self) -> bool:
         """Whether the operators may gate by themselves: nobody wants to see or change lam."""
-        return self.has_gate and self.intervention is None and not self.record
+        return self.has_gate and not self.learned_scale and self.intervention is None and not self.record
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit q and k, where they are wanted and cleaning will not make them so itself."""
@@ -156,14 +169,34 @@ class QueryCleaner(Owner):
             }  # fmt: skip
             if self.record_angle:
                 self.angle = self.turned(q, k, lam, how)
-            q, k, covariance = clean_query(q, k, lam, output_final_state=output_state, **how)
+            q, k, covariance = self.operator(q, k, lam, output_final_state=output_state, **how)
         return self.without_current_key(q, k), k, covariance
+
+    def operator(
+        self, q: Tensor, k: Tensor, lam: Any, *, log_decay: Tensor | None, **how: Any
+    ) -> tuple[Tensor, Tensor, CovarianceState | None]:
+        """`clean_query`, or what a control does in its place, in plain PyTorch."""
+        if self.direction == "other head":  # key head h - 1 makes the covariance that h reads
+            decay = None if log_decay is None else log_decay.roll(1, -1)
+            q, k, state = clean_query(q, k.roll(1, -2), lam, log_decay=decay, **how)
+            return q, k.roll(-1, -2), state
+        if not self.control:
+            return clean_query(q, k, lam, log_decay=log_decay, **how)
+        if isinstance(lam, Gate):
+            lam = self.gate(q)
+        step, normalize = how.pop("step"), how["normalize"]
+        how.pop("steps")  # one: the config has checked it
+        if self.direction == "mean":
+            y, k_bar, state = mean_q(q, k, log_decay, **how)
+        else:  # lam may be above 1, which `clean_query` refuses
+            y, k_bar, state = sigma_q(q, k, log_decay=log_decay, **how)
+        return read_with(step, q, y, lam, normalize), k_bar, state
 
     @torch.no_grad()
     def turned(self, q: Tensor, k: Tensor, lam: Any, how: dict[str, Any]) -> Float[Tensor, "B T H"]:
         """The angle between q and q_clean in degrees; in fp32, for a small one is lost in a rounded q_clean."""
         high = stats_dtype(q.dtype)
-        cleaned, _, _ = clean_query(q.to(high), k.to(high), lam, **how)
+        cleaned, _, _ = self.operator(q.to(high), k.to(high), lam, **how)
         before, after = (F.normalize(x.to(high), dim=-1, eps=1e-12) for x in (q, cleaned))
         return torch.rad2deg(2 * torch.asin(((before - after).norm(dim=-1) / 2).clamp(max=1)))
 
@@ -212,7 +245,17 @@ class QueryCleaner(Owner):
         if not self.plain:  # else the step makes them unit
             q, k = self.prepare(q, k)
         cleaning = None
-        if self.clean and not self.of_the_paper:
+        if self.control:
+            decay = self.log_decay(k, g)
+            q, k, new = self.operator(
+                q[:, None], k[:, None], self.gate(raw)[:, None], log_decay=None if decay is None else decay[:, None],
+                centred=self.centred, normalize=self.normalize, initial_state=state["covariance"],
+                output_final_state=True, backend=self.backend, **self.read,
+            )  # fmt: skip
+            q, k = q[:, 0], k[:, 0]
+            for old, x in zip(*map(pytree.tree_leaves, (state["covariance"], new)), strict=True):
+                old.copy_(x)
+        elif self.clean and not self.of_the_paper:
             q, k, _ = clean_query_step(
                 q, k, self.gate(raw), state["covariance"], self.centred, self.normalize, inplace=True,
                 backend=self.backend, log_decay=self.log_decay(k, g), **self.read,
@@ -236,8 +279,10 @@ class QueryCleaner(Owner):
         if not self.clean:
             return {}
         high = stats_dtype(dtype)
-        decayed = self.covariance_decay != "none"
+        decayed = self.covariance_decay != "none" or self.direction == "mean"
         made = CovarianceState.zeros(n, self.heads, self.features, dtype=high, device=device, decayed=decayed)
+        if self.direction == "mean":
+            made.second_moment = made.second_moment.new_zeros(n, self.heads, 0, 0)
         return {"covariance": made}
 
     def flops(self) -> float:
@@ -245,5 +290,39 @@ class QueryCleaner(Owner):
         if not self.clean:
             return 0.0
         size = self.features
-        total = 4.0 * self.heads * size * (size + CHUNK)
+        total = 4.0 * self.heads * size * (CHUNK if self.direction == "mean" else size + CHUNK)
         return total + (2.0 * self.gate_weight.numel() if self.has_gate else 0.0)
+
+
+def mean_q(
+    q: Float[Tensor, "B T H F"],
+    k: Float[Tensor, "B T H F"],
+    log_decay: Float[Tensor, "B T H"] | None,
+    *,
+    normalize: str,
+    initial_state: CovarianceState | None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    centred: bool = True,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
+    """As `sigma_q`, with m m^T in the place of Sigma_t, m the mean of the keys so far: y = m (m . q).
+
+    The sums of keys and their weights are what linear attention remembers under a key that is always 1. A state has no
+    second moment.
+    """
+    q, k, k_bar = reference.prepare(q, k, normalize)
+    one = torch.ones_like(k[..., :1])
+    start = None
+    if initial_state is not None:
+        start = torch.cat([initial_state.key_sum, initial_state.weight[..., None]], -1)[:, :, None]
+    sums, final = recurrence(
+        one, one, torch.cat([k, one], -1), log_decay, None, 1.0, start, output_final_state, cu_seqlens, "chunk"
+    )
+    mean = sums[..., :-1] / sums[..., -1:]
+    state = None
+    if final is not None:
+        key_sum, weight = final[:, :, 0].split([k.shape[-1], 1], -1)
+        none = key_sum.new_zeros(*key_sum.shape[:2], 0, 0)
+        state = CovarianceState(none, key_sum.contiguous(), weight[..., 0].contiguous())
+    return mean * (mean * q).sum(-1, keepdim=True), k_bar, state

@@ -22,6 +22,7 @@ CHOICES = {
     "feature_map": ("identity", "hedgehog"),
     "normalize": ("unit", "stats"),
     "covariance_decay": ("none", "backbone", "learned"),
+    "direction": ("covariance", "other head", "mean"),
     "backend": ("auto", "chunk", "triton"),
 }
 
@@ -81,6 +82,8 @@ class CCQConfig(PretrainedConfig):
     step: str = "scaled"  # that; or "projected": lam is a share of what q has along Sigma_t q
     steps: int = 1  # how often
     covariance_decay: str = "none"  # of Sigma_t: "backbone" forgets as the memory does, "learned" one constant a head
+    direction: str = "covariance"  # controls: Sigma_t of the "other head"'s keys, or their "mean" m alone: m (m . q)
+    learned_scale: bool = False  # control: lam = s sigmoid(.), s learned, one a head, from 1
     centred: bool = True
     normalize: str = "unit"  # of clean_query; "stats" for weights trained without unit q and k
     gate_init: float = 0.01  # where lam starts
@@ -150,10 +153,16 @@ class CCQConfig(PretrainedConfig):
             raise ValueError("clean: attention has no key-value state to read with a cleaned query")
         if self.clean and self.current_key_read:
             raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
-        for name in ("step", "steps", "covariance_decay"):
+        for name in ("step", "steps", "covariance_decay", "direction", "learned_scale"):
             value, usual = getattr(self, name), getattr(CCQConfig, name)
             if value != usual and not self.clean:
                 raise ValueError(f"{name}: expected clean=True with {value!r}, which is a way to clean the query")
+        if self.direction == "other head" and (self.num_groups if self.mixer == "mamba2" else self.num_heads) == 1:
+            raise ValueError("direction: expected several key heads for 'other head', got 1")
+        if self.learned_scale and (self.step, self.direction) != ("scaled", "covariance"):
+            raise ValueError("learned_scale: it is of the paper's step; expected step='scaled', direction='covariance'")
+        if self.steps > 1 and (self.learned_scale or self.direction == "mean"):
+            raise ValueError(f"steps: expected 1 with learned_scale or direction='mean', got {self.steps}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> CCQConfig:

@@ -95,6 +95,7 @@ class CCQPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = [
         "gate_weight",
         "gate_bias",
+        "lam_scale",
         "current_key",
         "decay_logit",
         "A_log",

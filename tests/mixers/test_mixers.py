@@ -51,6 +51,26 @@ VARIANTS = {
     "ccq gla, uncentred": {"mixer": "gla", "clean": True, "centred": False},
     "ccq gla, fixed": {"mixer": "gla", "clean": True, "fixed_lam": 0.7},
 }
+PROJECTED = {"clean": True, "step": "projected", "covariance_decay": "backbone"}
+VARIANTS |= {  # controls of the study
+    "gla, free scale": {"mixer": "gla", "clean": True, "learned_scale": True},
+    "gla, another head": {"mixer": "gla", **PROJECTED, "steps": 2, "direction": "other head"},
+    "gla, mean": {"mixer": "gla", **PROJECTED, "direction": "mean"},
+    "mamba2, mean, stats": {
+        "mixer": "mamba2",
+        "conv_size": 4,
+        "clean": True,
+        "direction": "mean",
+        "normalize": "stats",
+    },
+    "mamba2, another group": {
+        "mixer": "mamba2",
+        "conv_size": 4,
+        "num_groups": 2,
+        **PROJECTED,
+        "direction": "other head",
+    },
+}
 READS = {  # beside the paper's: projected, with the backbone's decay, and twice with a learned one
     f"projected {name}": {**options, "clean": True, "step": "projected", **more}
     for (name, options), more in zip(
@@ -59,7 +79,7 @@ READS = {  # beside the paper's: projected, with the backbone's decay, and twice
     )
 }  # fmt: skip
 READS |= {
-    f"projected {name}, decay": {**BACKBONES[name], "clean": True, "step": "projected", "covariance_decay": "backbone"}
+    f"projected {name}, decay": {**BACKBONES[name], **PROJECTED}
     for name in ("gated deltanet", "deltanet", "retnet", "mamba2", "mamba2, groups")
 }
 ALL = {**READS, **BACKBONES, **CLEANED, **VARIANTS}

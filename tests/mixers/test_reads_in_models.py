@@ -110,6 +110,70 @@ def test_a_decayed_covariance_reaches_the_read_and_its_parameters(decay):
     assert same == (decay == "none")
 
 
+def read_by_loop(cleaner, q, k, g, control):
+    """The query of each token by the equations: keys so far with their weights, and the step along y."""
+    q, k = unit_vector(q), unit_vector(k)
+    lam = torch.sigmoid(draw(*q.shape[:2], H * K, seed=2) @ cleaner.gate_weight.T + cleaner.gate_bias)
+    decay = g.mean(-1).exp() if cleaner.covariance_decay == "backbone" else torch.ones(q.shape[:3]).double()
+    out = torch.zeros_like(q)
+    for b in range(q.shape[0]):
+        for h in range(H):
+            of = (h - 1) % H if control == "other head" else h
+            for t in range(q.shape[1]):
+                weights = torch.stack([decay[b, j + 1 : t + 1, of].prod() for j in range(t + 1)])
+                weights = weights / weights.sum()
+                keys, query = k[b, : t + 1, of], q[b, t, h]
+                mean = weights @ keys
+                sigma = (keys * weights[:, None]).T @ keys - torch.outer(mean, mean)
+                if control == "free scale":
+                    out[b, t, h] = query - cleaner.lam_scale[h] * lam[b, t, h] * sigma @ query
+                else:
+                    y = torch.dot(mean, query) * mean if control == "mean" else sigma @ query
+                    out[b, t, h] = query - lam[b, t, h] * (query @ y) / (y @ y + 1e-10) * y
+    return out
+
+
+@pytest.mark.parametrize("control", ["free scale", "other head", "mean"])
+def test_controls_of_the_study_are_their_equations(control):
+    """lam is that of another raw query, as behind a feature map."""
+    system = {"free scale": "ccq-gla-free-scale", "other head": "gla-other-head", "mean": "gla-mean-key"}[control]
+    config = CCQConfig.preset(f"{system}-tiny")
+    cleaner = QueryCleaner(config, H, K).double()
+    with torch.no_grad():
+        for seed, p in enumerate(cleaner.parameters()):
+            p.copy_(3 * draw(*p.shape, seed=seed))  # scales above 1, and below 0
+    q, k, g = draw(2, 20, H, K), draw(2, 20, H, K, seed=1) + 0.5, -draw(2, 20, H, K, seed=3).square()
+    raw = draw(2, 20, H, K, seed=2)
+    got, k_bar, _ = cleaner(raw, q, k, Sequences(2), None, True, g)
+    assert_close("q", read_by_loop(cleaner, q, k, g, control), got, 1e-12)
+    assert_close("k", unit_vector(k), k_bar, 1e-12)
+
+
+def test_a_free_scale_starts_as_the_papers_step_and_the_mean_needs_no_second_moment():
+    free, paper = (CCQForCausalLM(CCQConfig.preset(f"ccq-gla-{x}-tiny")).double() for x in ("free-scale", "open"))
+    free.load_state_dict(paper.state_dict(), strict=False)
+    ids = torch.randint(0, 256, (2, 24))
+    assert_close("logits", paper(ids).logits, free(ids).logits, 1e-12)
+    sizes = [
+        sum(layer.mixer.state_bytes() for layer in CCQForCausalLM(CCQConfig.preset(f"{x}-tiny")).model.layers)
+        for x in ("gla-unit", "gla-mean-key")
+    ]
+    assert sizes[1] - sizes[0] == 2 * 2 * (16 + 1) * 4  # two layers of two heads: a sum of keys and its weight
+
+
+def test_controls_are_refused_where_they_make_no_sense():
+    for options, message in (
+        ({"direction": "other head", "num_heads": 1}, "direction: expected several key heads"),
+        ({"direction": "other head", "mixer": "mamba2", "conv_size": 4}, "direction: expected several key heads"),
+        ({"learned_scale": True, "step": "projected"}, "learned_scale: it is of the paper's step"),
+        ({"direction": "mean", "steps": 2}, "steps: expected 1 with"),
+        ({"direction": "means"}, "Did you mean 'mean'"),
+        ({"clean": False, "direction": "mean"}, "direction: expected clean=True with 'mean'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CCQConfig(**{"clean": True, **options})
+
+
 def test_a_read_that_is_not_there_or_without_cleaning_is_refused():
     with pytest.raises(ValueError, match=r"step: expected one of scaled, .* got 'projecte'\. Did you mean 'projected'"):
         CCQConfig(clean=True, step="projecte")
