@@ -115,7 +115,7 @@ class QueryCleaner(Owner):
     @property
     def by_gate(self) -> bool:
         """Whether the operators may gate by themselves: nobody wants to see or change lam."""
-        return self.has_gate and not self.learned_scale and self.intervention is None and not self.record
+        return self.has_gate and self.intervention is None and not self.record
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Unit q and k, where they are wanted and cleaning will not make them so itself."""
