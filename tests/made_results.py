@@ -111,7 +111,7 @@ def suites(quality: float) -> dict[str, dict[str, tuple[float, str]]]:
         for length in (4096, 12288, 20480):
             value = 30 - 8 * quality + (1.2 - quality) * length / 4096
             found["length"][f"{corpus}/{length}"] = (value, "perplexity")
-    for task in longbench.PROMPTS:
+    for task in longbench.PAPERS:
         found["longbench"][f"{task}/8192"] = (5 + 10 * quality, "mean")
     for length, pairs in ((64, 4), (128, 32), (256, 64)):
         found["mqar"][f"{length}-{pairs}"] = (max(0, 100 * quality - pairs / 4), "mean")

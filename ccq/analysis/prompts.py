@@ -10,6 +10,7 @@ T tokens of a prompt.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, NamedTuple
@@ -27,49 +28,9 @@ class Kind(NamedTuple):
     things: tuple[str, ...]
 
 
-# Digits of neighbours in a list differ: they must stay rare in a prompt that holds three of them.
-KINDS = {
-    "password": Kind(
-        "Please remember this very carefully: the secret password of the harbour master is {}.",
-        "Question: What is the secret password of the harbour master? "
-        "Answer: The secret password of the harbour master is",
-        ("HERON47", "ZEBU83", "OCTAVE19", "MAGPIE26", "LOBSTER50", "FERRET74", "WOMBAT38", "PYTHON91"),
-    ),
-    "access code": Kind(
-        "Keep this in mind: the access code of the eastern vault is {}.",
-        "Question: What is the access code of the eastern vault? Answer: The access code of the eastern vault is",
-        ("BASALT-47", "QUARTZ-83", "FELDSPAR-19", "OBSIDIAN-26", "MALACHITE-50", "GYPSUM-74", "ZIRCON-38", "TOPAZ-91"),
-    ),
-    "magic word": Kind(
-        "Do not forget this: the magic word that opens the iron chest is {}.",
-        "Question: What is the magic word that opens the iron chest? "
-        "Answer: The magic word that opens the iron chest is",
-        ("quimberlo", "zanthovar", "plorfin", "drusquel", "vexanoth", "jibbaruk", "hoplindra", "fyrgomay"),
-    ),
-    "courier phrase": Kind(
-        "Note it down well: the courier will only answer to the phrase {}.",
-        "Question: What is the phrase that the courier will only answer to? "
-        "Answer: The courier will only answer to the phrase",
-        (
-            "vermilion ocelot", "cobalt walrus", "saffron iguana", "magenta puffin",
-            "indigo badger", "crimson lemur", "turquoise yak", "ochre mongoose",
-        ),
-    ),
-    "parcel": Kind(
-        "Make a note of this: the parcel that you must ask for is number {}.",
-        "Question: What is the number of the parcel that you must ask for? "
-        "Answer: The parcel that you must ask for is number",
-        ("KX-47-RN", "WJ-83-FD", "QV-19-LB", "UZ-26-HG", "YD-50-PM", "FG-74-XS", "NB-38-QT", "RL-91-VC"),
-    ),
-}  # fmt: skip
-CARRIERS = (  # plain sentences that hold a planted thing: none asks to keep it, none is like a needle
-    "A faded sticker on the lid of the piano still said {}.",
-    "Someone had written {} with chalk on the side of the cart.",
-    "The label on the jar said {} in small blue letters.",
-    "On the last page of the book stood {} and nothing else.",
-    "Her brother had painted {} across the back of the shed.",
-    "The ticket that he found in his coat had {} on it.",
-)
+_TOLD = tomllib.loads(resources.files("ccq.analysis").joinpath("prompts.toml").read_text(encoding="utf-8"))
+KINDS = {name: Kind(kind["needle"], kind["question"], tuple(kind["things"])) for name, kind in _TOLD["kinds"].items()}
+CARRIERS = _TOLD["carriers"]  # plain sentences that hold a planted thing
 PLANTED = 2  # in each prompt
 APART = 3  # sentences between needle and planted things
 NEAR = 100  # tokens from the needle, before and after, that count as around it

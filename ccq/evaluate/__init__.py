@@ -10,11 +10,11 @@ from typing import Any
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import RequestSet
 from ccq.evaluate.results import (
-    Progress,
     Responses,
     identity_of,
     lam_changed,
     model_hash,
+    progress,
     read_result,
     tokenizer_hash,
     write_rows,
@@ -119,19 +119,19 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
     engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
     check_length(model, asked, engine.recurrent)
     todo = list(fresh.values())
-    progress = Progress(suite, len(todo), sum(work(request) for request in todo))
     waiting: list[dict] = []
     saved = time.perf_counter()
-    try:
-        for request, answer in engine.run(asked, todo):  # type: ignore[arg-type]
-            waiting.append({"key": keys[id(request)], "id": request.id, **answer})
-            progress.step(work(request))
-            if time.perf_counter() - saved > 1 or len(waiting) >= 1000:
+    with progress(suite, sum(work(request) for request in todo)) as bar:
+        try:
+            for request, answer in engine.run(asked, todo):  # type: ignore[arg-type]
+                waiting.append({"key": keys[id(request)], "id": request.id, **answer})
+                bar.update(work(request))
+                if time.perf_counter() - saved > 1 or len(waiting) >= 1000:
+                    responses.add(waiting)
+                    waiting, saved = [], time.perf_counter()
+        finally:  # interrupted or failed: what was answered stays
+            if waiting:
                 responses.add(waiting)
-                waiting, saved = [], time.perf_counter()
-    finally:  # interrupted or failed: what was answered stays
-        if waiting:
-            responses.add(waiting)
     if engine.shared.contexts or engine.shared.used:
         responses.add([{"key": "shared_prefill", **engine.shared.to_json()}])
 

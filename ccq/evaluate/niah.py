@@ -173,46 +173,31 @@ def essays(data: Path | None) -> str:
 def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, str]]:
     """nltk's English Punkt, as `sent_tokenize` runs it, from DIR/nltk_data or nltk's own folders; and its versions."""
     import nltk
-    from nltk.tokenize.punkt import PunktSentenceTokenizer
+    from nltk.tokenize.punkt import PunktTokenizer
 
-    name = "tokenizers/punkt_tab/english"
-    folder = data / "nltk_data" / name if data is not None else None
-    if folder is None or not folder.is_dir():
+    own, name = list(nltk.data.path), "tokenizers/punkt_tab/english/"
+    if data is not None:
+        nltk.data.path.insert(0, str(data / "nltk_data"))
+    try:
         try:
-            folder = Path(nltk.data.find(f"{name}/"))
+            folder = nltk.data.find(name)
         except LookupError:
             if data is not None or not nltk.download("punkt_tab", quiet=True):
-                where = f"{folder} is missing" if folder is not None else "nltk's punkt_tab is not installed"
-                raise EvaluationError(
-                    f"{where}: expected the English tables of the Punkt sentence splitter "
-                    "(python -m nltk.downloader punkt_tab)"
-                ) from None
-            folder = Path(nltk.data.find(f"{name}/"))
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        digest.update(file.read_bytes())
-    punkt = PunktSentenceTokenizer()
-    try:
-        punkt._params = punkt_tables(folder)
+                raise
+            folder = nltk.data.find(name)
+        punkt = PunktTokenizer()
+    except LookupError:
+        where = f"{data / 'nltk_data'} lacks it" if data is not None else "it is not installed"
+        raise EvaluationError(
+            f"nltk's punkt_tab: {where}. Expected the English tables of the Punkt sentence splitter "
+            "(python -m nltk.downloader punkt_tab)"
+        ) from None
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{folder} is damaged ({error}): expected the four tables of nltk's punkt_tab") from error
+    finally:
+        nltk.data.path[:] = own
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(Path(folder).iterdir())))
     return punkt.tokenize, {"nltk": importlib.metadata.version("nltk"), "punkt_tab": digest.hexdigest()}
-
-
-def punkt_tables(folder: Path):
-    """Punkt's parameters from the tables of a folder, which nltk's own loader reads only inside its data folders."""
-    from nltk.tokenize.punkt import PunktParameters
-
-    def lines(name: str) -> list[str]:
-        return (folder / name).read_text(encoding="utf-8").split("\n")
-
-    params = PunktParameters()
-    params.abbrev_types = {line for line in lines("abbrev_types.txt") if line}
-    params.sent_starters = {line for line in lines("sent_starters.txt") if line}
-    params.collocations = {(a, b) for a, b in (line.split("\t") for line in lines("collocations.tab") if line)}
-    for word, context in (line.split("\t") for line in lines("ortho_context.tab") if line):
-        params.ortho_context[word] = int(context)
-    return params
 
 
 def render(task: str, haystack: Haystack, size: int, needle: Needle) -> tuple[str, float]:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import torch
 
 from ccq.evaluate.errors import EvaluationError
 from ccq.files import whole_file
-from ccq.names import duration
 from ccq.systems import OFF, UNCHANGED, Identity
 
 # of a config: what says where a model came from or which outputs it hands out, not what it computes
@@ -160,27 +158,8 @@ class Responses:
             os.fsync(file.fileno())
 
 
-class Progress:
-    """One line on stderr: how many are done, how many a second, how long it will take."""
+def progress(name: str, work: float):
+    """A bar on stderr; where nobody watches, a line every 15 seconds."""
+    from tqdm import tqdm
 
-    def __init__(self, name: str, total: int, work: float, file=None) -> None:
-        self.name, self.total, self.work = name, total, work
-        self.file = sys.stderr if file is None else file
-        self.done, self.worked, self.begin, self.shown = 0, 0.0, time.perf_counter(), 0.0
-        self.live = self.file.isatty()
-
-    def step(self, work: float) -> None:
-        """One more is done, which was so much of `work`."""
-        self.done, self.worked = self.done + 1, self.worked + work
-        now = time.perf_counter()
-        if self.done == self.total or now - self.shown > (0.2 if self.live else 15):
-            self.shown = now
-            seconds = now - self.begin
-            left = seconds * (self.work - self.worked) / self.worked if self.worked else float("nan")
-            filled = round(20 * self.worked / self.work) if self.work else 20
-            text = (
-                f"{self.name} [{'=' * filled}{' ' * (20 - filled)}] {self.done}/{self.total}, "
-                f"{self.done / max(seconds, 1e-9):.3g}/s, {duration(left)} left"
-            )
-            end = "\r" if self.live and self.done < self.total else "\n"
-            print(f"{text:<79}", end=end, file=self.file, flush=True)
+    return tqdm(total=work, desc=name, unit=" tokens", unit_scale=True, mininterval=0.2 if sys.stderr.isatty() else 15)

@@ -105,12 +105,12 @@ def make_data(folder: Path) -> Path:
     (folder / "PaulGrahamEssays.json").write_text(json.dumps({"text": sentences(700, 3)}))
     write_punkt(folder / "nltk_data" / "tokenizers" / "punkt_tab" / "english")
     from ccq.evaluate.length import CORPORA
-    from ccq.evaluate.longbench import PROMPTS
+    from ccq.evaluate.longbench import TASKS
 
     for number, name in enumerate(CORPORA.values()):
         write(folder / f"{name}.jsonl", [{"id": str(i), "text": sentences(20 + 7 * i, i + number)} for i in range(4)])
     rows = []
-    for task in PROMPTS:
+    for task in TASKS:
         for i in range(2):
             rows.append({"input": pick(i, 7), "context": sentences(60 + 20 * i, i), "answers": [pick(i, 8), "the bird"],
                          "all_classes": ["Bird", "Bird song", "Door"] if task == "trec" else None, "length": 100,

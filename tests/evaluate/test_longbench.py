@@ -10,7 +10,7 @@ import pytest
 from ccq.evaluate import Options, longbench
 
 EXPECTED = json.loads((Path(__file__).parent / "longbench_expected.json").read_text())
-NAMES = {"qa_f1_score": "f1", "rouge_score": "rouge_l", "classification_score": "classification"}
+NAMES = {"qa_f1_score": "f1", "rouge_score": "rouge_l", "code_sim_score": "code_similarity"}
 
 
 def classes(task):
@@ -28,11 +28,33 @@ def test_metrics_equal_the_originals():
 
 
 def test_prompts_output_lengths_and_metric_of_each_task_are_the_originals():
-    for task, digest in EXPECTED["prompts_sha256"].items():
-        assert hashlib.sha256(longbench.PROMPTS[task].encode()).hexdigest() == digest, task
-    assert EXPECTED["new_tokens"] == longbench.OUTPUT
-    ours = {task: metric.__name__ for task, metric in longbench.METRICS.items()}
-    assert {task: NAMES.get(name, "code_similarity") for task, name in EXPECTED["metrics"].items()} == ours
+    assert set(EXPECTED["prompts_sha256"]) == set(longbench.TASKS)
+    for task, told in longbench.TASKS.items():
+        assert hashlib.sha256(told["prompt"].encode()).hexdigest() == EXPECTED["prompts_sha256"][task], task
+        name = EXPECTED["metrics"][task]
+        assert (told["tokens"], told["metric"]) == (
+            EXPECTED["new_tokens"][task],
+            NAMES.get(name, name.removesuffix("_score")),
+        )
+
+
+def test_the_papers_list_is_the_default_and_longbenchs_own_has_an_average_too(tokenizer, data, tmp_path):
+    assert len(longbench.PAPERS) == len(longbench.ENGLISH) == 14
+    papers = longbench.build(Options(out=tmp_path, data=data, max_lengths=(1024,)), tokenizer)
+    assert papers.settings["tasks"] == list(longbench.PAPERS)
+    every = longbench.build(
+        Options(out=tmp_path, data=data, max_lengths=(1024,), tasks=tuple(longbench.TASKS)), tokenizer
+    )
+    for asked, own in ((papers, False), (every, True)):
+        # what has a number in it is answered: the tasks that the two lists differ in
+        said = ["7" if r.meta["task"] in longbench.OWN else "" for r in asked.requests]
+        for request in asked.requests:
+            request.meta["answers"] = ["Paragraph 7"] if "retrieval" in request.meta["task"] else ["7"]
+        answers = [{"tokens": tokenizer(text).input_ids} for text in said]
+        _, scores = longbench.metrics(asked, answers, Options(out=tmp_path), tokenizer)
+        assert scores["average/1024"]["value"] == 0
+        assert ("average of LongBench's English/1024" in scores) == own
+    assert scores["average of LongBench's English/1024"]["value"] == pytest.approx(200 / 14)
 
 
 def test_the_grid_tells_the_quirk_of_trec_from_its_repair():
@@ -83,12 +105,12 @@ def test_requests_follow_the_original(tokenizer, data, tmp_path):
     for request in asked.requests:
         task, limit = request.meta["task"], request.meta["max_length"]
         assert request.length <= limit - request.max_new + 4  # the halves are encoded again, joined
-        assert request.max_new == longbench.OUTPUT[task]
+        assert request.max_new == longbench.TASKS[task]["tokens"]
         assert request.stop == ((0, newline) if task == "samsum" else (0,))
         assert request.min_new == (task == "samsum")
         if limit == 1024 and request.length < 400:
             text = tokenizer.decode(asked.of(request))
-            assert text.startswith(longbench.PROMPTS[task][:20])
+            assert text.startswith(longbench.TASKS[task]["prompt"][:20])
 
 
 def test_best_answer_then_mean_of_task_then_mean_of_tasks(tokenizer, data, tmp_path):
@@ -99,7 +121,8 @@ def test_best_answer_then_mean_of_task_then_mean_of_tasks(tokenizer, data, tmp_p
     rows, scores = longbench.metrics(asked, answers, options, tokenizer)
     assert [row["score"] for row in rows][:3] == [1.0, 0.0, 1.0]
     assert scores["hotpotqa/1024"]["value"] == 50
-    assert scores["average/1024"]["value"] == pytest.approx((50 + scores["lcc/1024"]["value"]) / 2)
+    assert "average/1024" not in scores  # which the report sets beside the paper's
+    assert scores["average of 2/1024"]["value"] == pytest.approx((50 + scores["lcc/1024"]["value"]) / 2)
 
 
 def test_a_file_of_a_whole_task_comes_before_the_small_set(tokenizer, data, tmp_path):
