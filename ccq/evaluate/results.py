@@ -160,6 +160,6 @@ class Responses:
 
 def progress(name: str, work: float):
     """A bar on stderr; where nobody watches, a line every 15 seconds."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(total=work, desc=name, unit=" tokens", unit_scale=True, mininterval=0.2 if sys.stderr.isatty() else 15)
