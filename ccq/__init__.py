@@ -1,7 +1,22 @@
 """Curvature-Conditioned Queries: q_clean = q - lam * Sigma_t q, with Sigma_t the running covariance of the keys."""
 
-from ccq.ops import CovarianceState, backends, clean_query, clean_query_step, sigma_q, sigma_q_step
-from ccq.pretrained import load
+from typing import TYPE_CHECKING
+
+from ccq.late import lazily, watch
 
 __version__ = "0.1.0"
 __all__ = ["CovarianceState", "backends", "clean_query", "clean_query_step", "load", "sigma_q", "sigma_q_step"]
+
+if TYPE_CHECKING:
+    from ccq.ops import CovarianceState, backends, clean_query, clean_query_step, sigma_q, sigma_q_step
+    from ccq.pretrained import load
+else:
+    _PLACES = dict.fromkeys(__all__, "ccq.ops") | {"load": "ccq.pretrained"}
+    __getattr__ = lazily(__name__, _PLACES | {name: f"ccq.{name}" for name in ("ops", "pretrained", "shipped")})
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+watch()

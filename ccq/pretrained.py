@@ -40,7 +40,6 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
         raise ModelError(f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)")
     from transformers import AutoModelForCausalLM
 
-    import ccq.model  # noqa: F401 -- registers our models
     from ccq.doctor import check_cpu_bf16, check_device
 
     check_device(str(device))
@@ -75,8 +74,6 @@ def load_config(name: str) -> Any:
         return config
     from transformers import AutoConfig
 
-    import ccq.model  # noqa: F401
-
     try:
         return AutoConfig.from_pretrained(where, **how)
     except Exception as error:
@@ -86,8 +83,6 @@ def load_config(name: str) -> Any:
 def load_tokenizer(name: str) -> Any:
     where, how = _source(name)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    import ccq.model  # noqa: F401
 
     folder = Path(where, "tokenizer") if is_run(where) else tokenizer_folder(Path(where))
     if is_run(where) and not folder.is_dir():

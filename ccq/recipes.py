@@ -83,27 +83,20 @@ def tiny(system: str) -> Config:
     )
 
 
-# size: what `ccq train --help` says of it, and what makes the config of a system
-TRAINED: dict[str, tuple[str, Callable[[str], Config]]] = {
-    "500m": ("the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path",
-             lambda system: paper(system, "500m", batch_tokens=262_144, tokens=15 * BILLION)),
-    "1.3b": ("the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path",
-             lambda system: paper(system, "1.3b", batch_tokens=524_288, tokens=40 * BILLION)),
-    "nano": ("tens of millions of parameters, one GPU, minutes: 0.1B tokens, 32,768 a step, 4K context; needs "
-             "--data.path", nano),
-    "pico": ("a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path",
-             pico),
-    "mqar": ("recall at zoology's settings, width 128, 2,000 steps; the learning rate decides much: see `ccq sweep`",
-             lambda system: zoology(system, "mqar")),
-    "mqar64": ("the same at width 64", lambda system: zoology(system, "mqar64")),
-    "mqar256": ("the same at width 256", lambda system: zoology(system, "mqar256")),
-    "tiny": ("recall in minutes on a laptop: no data, no GPU", tiny),
-}  # fmt: skip
+# size: what makes the config of a system
+TRAINED: dict[str, Callable[[str], Config]] = {
+    "500m": lambda system: paper(system, "500m", batch_tokens=262_144, tokens=15 * BILLION),
+    "1.3b": lambda system: paper(system, "1.3b", batch_tokens=524_288, tokens=40 * BILLION),
+    "nano": nano,
+    "pico": pico,
+    **{size: functools.partial(zoology, size=size) for size in ("mqar", "mqar64", "mqar256")},
+    "tiny": tiny,
+}
 
 
 def make(system: str, size: str) -> Config:
     """The recipe of a system of ccq.systems at a size."""
-    config = TRAINED[size][1](system)
+    config = TRAINED[size](system)
     config.identity = Identity(system, size=size, recipe=recipe_name(system, size))
     return config
 

@@ -16,8 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# the largest first; the three of recall are zoology's, of width 256, 128 and 64
-SIZES = ("1.3b", "500m", "nano", "pico", "mqar256", "mqar", "mqar64", "tiny")
+# the largest first, with what `ccq train --help` says of its recipes; the three of recall are zoology's
+SIZES = {
+    "1.3b": "the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path",
+    "500m": "the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path",
+    "nano": "tens of millions of parameters, one GPU, minutes: 0.1B tokens, 32,768 a step, 4K context; needs "
+            "--data.path",
+    "pico": "a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path",
+    "mqar256": "recall at zoology's settings, width 256, 2,000 steps",
+    "mqar": "the same at width 128; the learning rate decides much: see `ccq sweep`",
+    "mqar64": "the same at width 64",
+    "tiny": "recall in minutes on a laptop: no data, no GPU",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,7 @@ class Identity:
     @property
     def order(self) -> tuple[int, int, str, str]:
         """Where it stands in a table: the largest first, then as in SYSTEMS."""
-        size = SIZES.index(self.size) if self.size in SIZES else len(SIZES)
+        size = [*SIZES, self.size].index(self.size)
         known = list(SYSTEMS)
         place = known.index(self.system) if self.system in SYSTEMS else len(known)
         return size, place, self.system, self.variant

@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from ccq.cli import choose
 
 KINDS = {
@@ -25,6 +23,8 @@ KINDS = {
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that `argv` names."""
     kind, rest = choose("ccq bench", __doc__, "kind", KINDS, argv), argv[1:]
+    import torch
+
     if not torch.cuda.is_available() and not {"-h", "--help"} & set(rest):
         print(f"ccq bench {kind} needs an NVIDIA GPU; `make bench` measures on a CPU.", file=sys.stderr)
         return 1

@@ -8,12 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import TextStreamer
-
-from ccq.doctor import best_device, check_cpu_bf16, check_device
-from ccq.pretrained import load
-
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq generate", description=(__doc__ or "").splitlines()[0])
@@ -27,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this weight")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--device", default=best_device(), help="(here: %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     arguments = parser.parse_args(argv)
     for name, wrong, what in (
@@ -39,16 +33,22 @@ def main(argv: Sequence[str]) -> int:
         if wrong:
             parser.error(f"--{name}: expected {what}")
 
+    import torch  # late: `--help` needs none of this
+    from transformers import TextStreamer
+
+    from ccq.doctor import best_device, check_cpu_bf16, check_device
+    from ccq.pretrained import load
+
+    device, dtype = arguments.device or best_device(), arguments.dtype
     try:
-        check_device(arguments.device)
-        check_cpu_bf16(arguments.device, arguments.dtype)
+        check_device(device)
+        check_cpu_bf16(device, dtype)
     except ValueError as error:
         parser.error(str(error))
-    dtype = arguments.dtype
-    if dtype == "auto" and arguments.device == "cpu":
+    if dtype == "auto" and device == "cpu":
         dtype = "float32"  # checkpoints are bf16, to be small, and CPUs are slow in it where they can compute it at all
-    model, tokenizer = load(arguments.model, device=arguments.device, dtype=dtype)
-    ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(arguments.device)
+    model, tokenizer = load(arguments.model, device=device, dtype=dtype)
+    ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(device)
     if ids.shape[1] == 0:
         parser.error("--prompt: expected some text to go on from; the tokenizer makes no token of it")
     settings: dict[str, Any] = {"do_sample": arguments.temperature > 0}
@@ -74,5 +74,5 @@ def main(argv: Sequence[str]) -> int:
     )
     seconds = time.perf_counter() - begin
     added = output.shape[1] - ids.shape[1]
-    print(f"{added} tokens in {seconds:.1f} s on {arguments.device}: {added / seconds:.0f} a second", file=sys.stderr)
+    print(f"{added} tokens in {seconds:.1f} s on {device}: {added / seconds:.0f} a second", file=sys.stderr)
     return 0

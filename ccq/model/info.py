@@ -6,15 +6,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ccq import tables
-from ccq.mixers import QueryCleaner
-from ccq.model.config import CCQConfig
-from ccq.model.decoder import CCQForCausalLM
-from ccq.pretrained import load_config
+
+if TYPE_CHECKING:
+    from ccq.model import CCQConfig, CCQForCausalLM
 
 # bytes a parameter in training: fp32 weights and gradients and a copy in bf16, the two moments of AdamW in fp32
 WEIGHT_BYTES, OPTIMIZER_BYTES = 10, 8
@@ -49,6 +46,11 @@ def info(config: CCQConfig, length: int = 4096) -> Info:
     >>> round(info(CCQConfig.preset("ccq-gla-1.3b")).state_bytes / 2**20, 1)
     94.6
     """
+    import torch  # late: `--help` needs none of this
+    from torch import nn
+
+    from ccq.model import CCQForCausalLM
+
     with torch.device("meta"):
         model = CCQForCausalLM(config).bfloat16()
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -72,6 +74,10 @@ def activations(model: CCQForCausalLM) -> int:
 
     Left out: what is computed again (the product inside the SwiGLU, statistics of the cleaning, logits).
     """
+    from torch import nn
+
+    from ccq.mixers import QueryCleaner
+
     hidden = model.config.hidden_size
     total = hidden
     for layer in model.model.blocks():
@@ -98,6 +104,9 @@ def main(argv: Sequence[str]) -> int:
     for name in ("length", "batch"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name}: expected a positive number, got {getattr(arguments, name)}")
+    from ccq.model import CCQConfig
+    from ccq.pretrained import load_config
+
     rows = []
     for name in arguments.names:
         folder = Path(name)

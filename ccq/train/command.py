@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ccq.names import nearest
-from ccq.train.config import Config
+from ccq.systems import SIZES, SYSTEMS
+
+if TYPE_CHECKING:
+    from ccq.train.config import Config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,18 +25,15 @@ def main(argv: Sequence[str]) -> int:
 
 def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser for `ccq COMMAND RECIPE`; what it does not know are fields of the config."""
-    from ccq.recipes import TRAINED
-    from ccq.systems import SYSTEMS
 
     def table(lines: dict[str, str]) -> str:
         return "".join(f"\n  {name:<29} {line}" for name, line in lines.items())
 
     systems = table({name.replace("-", "_"): system.help for name, system in SYSTEMS.items()})
-    sizes = table({size: line for size, (line, _) in TRAINED.items()})
     parser = argparse.ArgumentParser(
         prog=f"ccq {command}",
         description=description,
-        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{sizes}\n\n"
+        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{table(SIZES)}\n\n"
         "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
         f"`ccq {command} RECIPE --help` lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,12 +45,13 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The options, and the recipe's config with the fields that the rest of the arguments set."""
-    import tyro
-
-    from ccq.recipes import RECIPES
-
     listed = any(x in ("-h", "--help") for x in argv[1:]) and not argv[0].startswith("-")
     options, fields = parser.parse_known_args([argv[0]] if listed else argv)
+    import tyro  # late: `--help` needs none of this
+
+    from ccq.recipes import RECIPES
+    from ccq.train.config import Config
+
     name = options.recipe.replace("-", "_")
     if name not in RECIPES:
         parser.error(f"there is no recipe {options.recipe!r}.{nearest(name, tuple(RECIPES))}")
