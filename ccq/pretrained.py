@@ -3,6 +3,8 @@ checkpoint, GGUF files, and names on the Hub."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "float32", **how)
         return model.to(device).eval()
     except Exception as error:  # whatever a foreign checkpoint makes of it
-        raise ModelError(_failure("model", name, where, error)) from error
+        raise ModelError(_failure("model", name, error)) from error
 
 
 def load_config(name: str) -> Any:
@@ -77,7 +79,7 @@ def load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(where, **how)
     except Exception as error:
-        raise ModelError(_failure("config", name, where, error)) from error
+        raise ModelError(_failure("config", name, error)) from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -95,7 +97,7 @@ def load_tokenizer(name: str) -> Any:
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), **how)
     except Exception as error:
-        raise NoTokenizerError(_failure("tokenizer", name, where, error)) from error
+        raise NoTokenizerError(_failure("tokenizer", name, error)) from error
     if not tokenizer("a").input_ids:  # transformers makes an empty one for a folder that has none
         raise NoTokenizerError(f"{name} has no tokenizer")
     return tokenizer
@@ -106,7 +108,7 @@ def is_run(where: str) -> bool:
     return Path(where, "config.json").is_file() and Path(where, "checkpoints").is_dir()
 
 
-def _source(name: str) -> tuple[str, dict[str, str]]:
+def _source(name: str) -> tuple[str, dict[str, Any]]:
     """What from_pretrained should load for `name`, and with which further arguments."""
     from transformers.utils import logging
 
@@ -119,13 +121,41 @@ def _source(name: str) -> tuple[str, dict[str, str]]:
         )
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
-    return locate(str(path) if path.exists() else name), {}
+    if path.exists():
+        return locate(str(path)), {}
+    if name not in names():
+        from ccq.model import presets
+
+        if (preset := name.replace("_", "-")) in presets():
+            recipe = preset.replace("-", "_")
+            raise ModelError(f"{name} is a preset, which has no weights: `ccq train {recipe}` makes some")
+    where = locate(name)
+    return where, {} if Path(where).exists() else on_hub(name)
 
 
-def _failure(what: str, name: str, where: str, error: Exception) -> str:
-    missing = "" if Path(where).exists() else f"there is no folder {name}, and "
-    return (
-        f"{missing}the {what} of {name} could not be loaded ({type(error).__name__}: {first_line(error)}): expected a "
-        f"from_pretrained folder, a model that ships ({', '.join(names()) or 'none does'}), or a name on the Hub and a "
-        "network"
-    )
+@functools.cache
+def on_hub(name: str) -> dict[str, Any]:
+    """How to get `name` from the Hub: out of the cache where there is no network. ModelError where it is in neither.
+
+    It asks once. from_pretrained, for each file that it looks for, would go on asking for a minute.
+    """
+    import huggingface_hub
+
+    try:
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        huggingface_hub.model_info(name, timeout=10)
+        return {}
+    except Exception as error:  # of the network's libraries
+        with contextlib.suppress(ValueError):  # no name that the Hub could have
+            if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+                return {"local_files_only": True}
+        raise ModelError(
+            f"there is no model {name!r}: no folder here is called that, none of those that ship "
+            f"({', '.join(names()) or 'none does'}), and the Hub gives none ({type(error).__name__}: "
+            f"{first_line(error)})"
+        ) from error
+
+
+def _failure(what: str, name: str, error: Exception) -> str:
+    return f"the {what} of {name} could not be loaded ({type(error).__name__}: {first_line(error)})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ccq import tables
+from ccq import shipped, tables
 
 if TYPE_CHECKING:
     from ccq.model import CCQConfig, CCQForCausalLM
@@ -96,7 +96,10 @@ def activations(model: CCQForCausalLM) -> int:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq info", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "names", nargs="+", metavar="PRESET", help="such as ccq-gla-1.3b, or the folder of a checkpoint or of a run"
+        "names",
+        nargs="+",
+        metavar="PRESET",
+        help="such as ccq-gla-1.3b, or a model: one that ships, a folder of one, a run, one of the Hub",
     )
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in training (default: %(default)s)")
@@ -109,13 +112,16 @@ def main(argv: Sequence[str]) -> int:
 
     rows = []
     for name in arguments.names:
-        folder = Path(name)
-        if folder.is_dir() and not (folder / "config.json").exists():
+        folder, ships = Path(name), name in shipped.names()
+        if folder.is_dir() and not ships and not (folder / "config.json").exists():
             parser.error(f"{name} has no config.json: expected the folder of a checkpoint or of a run")
+        is_model = folder.is_dir() or ships or "/" in name  # what `generate` takes for one; any other is a preset
         try:
-            config = load_config(name) if folder.is_dir() else CCQConfig.preset(name.replace("_", "-"))
+            config = load_config(name) if is_model else CCQConfig.preset(name.replace("_", "-"))
         except (TypeError, ValueError, OSError) as error:
             parser.error(f"{name}: {error}" if folder.is_dir() else str(error))
+        if ships:
+            print(f"{name}: the model that ships; `ccq info {name.replace('-', '_')}` is about the recipe")
         if not isinstance(config, CCQConfig):
             parser.error(f"{name} is a model of another kind, {type(config).__name__}")
         rows.append((name, info(config, arguments.length)))

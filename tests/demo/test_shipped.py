@@ -73,16 +73,57 @@ def test_a_name_that_nothing_is_like_may_be_on_the_hub(ships):
 
 
 def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
-    import transformers
+    asked = []
 
-    def missing(name, **_):
-        raise OSError(f"{name} is not a local folder\nand so on")
+    def offline(name, timeout):
+        asked.append((name, timeout))
+        raise ConnectionError("no network\nand so on")
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", missing)
-    with pytest.raises(
-        shipped.ModelError, match=r"tokenizer of nothing-like-it could not be loaded .* a model that ships \(cc"
-    ):
+    monkeypatch.setattr("huggingface_hub.model_info", offline)
+    said = (
+        r"no model 'nothing-like-it': no folder .* that ship \(ccq-gla-pico, .* Hub gives none \(Conn\w+: no network\)$"
+    )
+    with pytest.raises(shipped.ModelError, match=said):
         ccq.load("nothing-like-it")
+    assert asked == [("nothing-like-it", 10)]  # once, not for every file
+    with pytest.raises(shipped.ModelError, match=r"^there is no model 'no name': .* Hub gives none"):
+        ccq.load("no name")
+
+
+def test_what_the_hub_gave_before_is_found_without_a_network(ships, tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def offline(name, timeout):
+        raise ConnectionError("no network")
+
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    monkeypatch.setattr("huggingface_hub.model_info", offline)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(config))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **how: lambda text: how["local_files_only"] / 0)
+    with pytest.raises(ZeroDivisionError):  # the tokenizer was asked for with local_files_only=True
+        ccq.load("someone/cached")
+
+
+def test_a_preset_is_no_model(ships):
+    with pytest.raises(shipped.ModelError, match=r"gla-nano is a preset, which has no weights: `ccq train gla_nano`"):
+        ccq.load("gla-nano")
+
+
+def test_one_name_is_one_model(trio, monkeypatch, capsys):
+    """What `info` describes is what `generate` takes."""
+    monkeypatch.setenv("CCQ_SHIPPED", str(trio))
+    layers = load_model("ccq-gla-pico").config.num_hidden_layers
+    assert main(["info", "ccq-gla-pico", "ccq_gla_pico"]) == 0
+    out = capsys.readouterr().out
+    assert "ccq-gla-pico: the model that ships" in out
+    shown = {
+        line.split()[0]: int(line.split()[1])
+        for line in out.splitlines()
+        if line.strip().startswith("ccq") and ":" not in line
+    }
+    assert shown == {"ccq-gla-pico": layers, "ccq_gla_pico": 4}
+    assert layers != 4
 
 
 def test_a_folder_that_holds_no_model_is_named(trio, tmp_path):

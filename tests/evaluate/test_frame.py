@@ -222,10 +222,10 @@ def test_an_unknown_task_names_the_nearest(folder, data, tmp_path, capsys):
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks there, for a minute
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, error = run("runs/modle", tmp_path, capsys, "--suite", "mqar")
     assert code == 1
-    assert error.startswith("ccq eval: there is no folder runs/modle, and the model of runs/modle could not be loaded")
+    assert error.startswith("ccq eval: there is no model 'runs/modle': no folder here is called that")
 
 
 def test_a_suite_without_tasks_says_so(folder, tmp_path, capsys):

@@ -30,6 +30,7 @@ from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleane
 from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
 from ccq.names import nearest
+from ccq.pretrained import on_hub
 from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
@@ -262,10 +263,7 @@ def folder_of(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise OSError(f"{name}: there is no such folder, and the Hub gives none: {error}") from error
+    return Path(snapshot_download(name, allow_patterns=patterns, **on_hub(name)))
 
 
 def main(argv: Sequence[str]) -> int:
