@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ccq.data import DataError
 from ccq.data.sources import Inputs, Piece
+from ccq.names import duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -18,12 +22,17 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(
-    inputs: Inputs, vocab_size: int = 32_000, split_digits: bool = True, sample: int | None = None
+    inputs: Inputs,
+    vocab_size: int = 32_000,
+    split_digits: bool = True,
+    sample: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE, the same for the same text on every machine. Any text is encoded and decoded without loss.
 
     split_digits   each digit is a token; otherwise frequent numbers become tokens and others are cut unevenly
     sample         bytes of text to learn from: of each file a beginning in proportion to its size; None for all
+    say            gets a line every few seconds: how far it is, and how long the rest of the text takes
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -41,16 +50,28 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
     )
-    seen = False
+    size = inputs.size() if sample is None else sample
+    read = learned = 0  # of `size`, and bytes of text
+    all_read = False
 
     def texts() -> Iterator[str]:
-        nonlocal seen
+        nonlocal read, learned, all_read
         for piece in sampled(inputs, sample):
-            seen = True
+            learned += len(piece.text.encode(errors="replace"))
+            read = piece.read if sample is None else learned
             yield repaired(piece.text)
+        all_read = True
 
-    tokenizer.train_from_iterator(texts(), trainer)
-    if not seen:
+    def tell(seconds: float) -> None:
+        if all_read:
+            say(f"read {learned / 1e6:,.1f} MB of text; learning the merges, {duration(seconds)} since the start")
+        elif size and read:
+            say(f"read {read / size:.0%} of the text, {duration(seconds * (size / read - 1))} left; then the merges")
+        else:
+            say(f"read {learned / 1e6:,.1f} MB of text")
+
+    interruptible(lambda: tokenizer.train_from_iterator(texts(), trainer), tell)
+    if not learned:
         raise DataError("no text to learn from: no document is left" + (" after the filter" if inputs.filter else ""))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -59,6 +80,24 @@ def train_tokenizer(
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
+
+
+def interruptible(call: Callable[[], object], tell: Callable[[float], None]) -> None:
+    """Run code that hears no Ctrl-C in a thread, so that who waits here does; `tell` gets the seconds since the start,
+    soon and then every ten."""
+    done: Future = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # a daemon: the end of the process does not wait for it either
+    begun = time.monotonic()
+    while not wait([done], timeout=2 if time.monotonic() - begun < 2 else 10).done:
+        tell(time.monotonic() - begun)
+    done.result()
 
 
 def sampled(inputs: Inputs, sample: int | None) -> Iterator[Piece]:

@@ -23,6 +23,7 @@ from ccq.data import DataError
 from ccq.data.batches import IGNORE, Batch, Steps, iterating
 from ccq.data.counter import key_of
 from ccq.doctor import check_cpu_bf16
+from ccq.names import duration
 from ccq.train import RunError, folder
 from ccq.train.captured import DeviceStep
 from ccq.train.checkpoint import Checkpoints, folder_of, load, newest, problem
@@ -214,6 +215,7 @@ class Run:
         self.flops = flops_per_token(config)
         self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
         self.timed = 0
+        self.first = True
 
     def train(self) -> int:
         config, trainer = self.config, self.trainer
@@ -268,7 +270,13 @@ class Run:
         if logs:
             self.log_step(number, done)
         else:
+            if self.first:  # a sign of life: the first line of the log may be minutes away
+                left = duration(self.seconds * (config.steps - number))
+                self.log.say(
+                    f"step {number}: loss {done.loss:.4f} after {self.seconds:.1f} s; at this pace {left} left"
+                )
             self.log.advance(number)
+        self.first = False
         if self.valid is not None and (last or number % runtime.validate_every == 0):
             found = validate(trainer.model, config, self.world, self.valid)
             self.log.record(number, **found)

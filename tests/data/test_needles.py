@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccq.data import DataError, needles
-from ccq.data.needles import FORMS, Mixed, Needles, is_training_key, is_training_value, runs_of_words
+from ccq.data.needles import (
+    FORMS,
+    WORDS_IN_COMMON,
+    Mixed,
+    Needles,
+    is_training_key,
+    is_training_value,
+    runs_of_words,
+)  # fmt: skip
 from ccq.data.sources import Piece, Position
 from ccq.evaluate import niah
 
@@ -151,6 +159,9 @@ def test_the_noise_sentence_and_excluded_texts_are_refused(tmp_path):
         assert all(excluded.isdisjoint(runs_of_words(d.text)) for d in documents)
         assert any("word5" in d.text.lower() for d in documents) is not refused
     assert source.describe()["exclude"] == ["essays.json"]
+    sentence = f"{' '.join(essay.split()[-WORDS_IN_COMMON:])}. "  # the last run of words of an excluded text counts too
+    assert source.document(0, sentence * 40) is not None
+    assert source.document(0, sentence * 40, excluded) is None
 
 
 def piece(n, text, last=True):
