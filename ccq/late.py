@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -45,7 +44,7 @@ THEIRS: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
-class _Watch(MetaPathFinder):
+class _Watch:
     """Finds THEIRS as Python would, and acts when they have been run."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:

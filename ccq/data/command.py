@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,16 +88,12 @@ def run_tokenizer(options: argparse.Namespace) -> int:
 
     inputs = inputs_of(options)
     check_free(options.out, options.force)
-    try:
-        with whole_folder(options.out, last="tokenizer.json", instead_of=TOKENIZER_FILES) as out:
-            tokenizer = train_tokenizer(
-                inputs, options.vocab_size, not options.no_split_digits, options.sample,
-                say=lambda line: print(line, file=sys.stderr, flush=True),
-            )  # fmt: skip
-            tokenizer.save_pretrained(out)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)  # at once: the thread that learns does not stop, and Python's own end takes seconds beside it
+    with whole_folder(options.out, last="tokenizer.json", instead_of=TOKENIZER_FILES) as out:
+        tokenizer = train_tokenizer(
+            inputs, options.vocab_size, not options.no_split_digits, options.sample,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        tokenizer.save_pretrained(out)
     found = vocabulary(tokenizer)
     fewer = "" if found == options.vocab_size else f" ({options.vocab_size:,} asked for: the text gives no more)"
     print(f"Wrote {options.out}: {found:,} entries{fewer}")

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ccq.data import DataError
 from ccq.files import DamagedError, unpacked
-from ccq.names import nearest
+from ccq.names import first_line, nearest
 
 TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson", ".json"), (".parquet",)
 PACKED = ("", ".gz", ".zst")
@@ -182,18 +182,12 @@ class Inputs:
             yield Piece(file.name, rest, True, next, behind + file.bytes)
 
     def _of_parquet(self, file: File, number: int, start: int, behind: int) -> Iterator[Piece]:
-        import pyarrow
-
-        try:
-            yield from self._rows_of_parquet(file, number, start, behind)
-        except (pyarrow.ArrowException, OSError) as error:
-            line = (str(error).strip() or "?").splitlines()[0]
-            raise DataError(f"{file.path} is damaged: {line}") from error
-
-    def _rows_of_parquet(self, file: File, number: int, start: int, behind: int) -> Iterator[Piece]:
         import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(file.path) as table:
+        with (
+            naming_damage(file.path, (pyarrow.ArrowException, OSError)),
+            pyarrow.parquet.ParquetFile(file.path) as table,
+        ):
             names = table.schema_arrow.names
             if self.field not in names:
                 raise DataError(self._no_field(str(file.path), names))
@@ -253,14 +247,20 @@ def cut_before(text: str) -> int:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """The file itself, to tell how far it was read, and its content, unpacked."""
-    with open(path, "rb") as raw:
-        try:
-            if path.suffix == ".zst":
-                yield raw, unpacked(raw)
-            elif path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=raw) as content:
-                    yield raw, content
-            else:
-                yield raw, raw
-        except (DamagedError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # while it was being read
-            raise DataError(f"{path} is damaged: {error}") from None
+    with open(path, "rb") as raw, naming_damage(path, (DamagedError, EOFError, gzip.BadGzipFile, zlib.error)):
+        if path.suffix == ".zst":
+            yield raw, unpacked(raw)
+        elif path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw) as content:
+                yield raw, content
+        else:
+            yield raw, raw
+
+
+@contextmanager
+def naming_damage(path: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """While the file is read: an error of its library becomes one that names it."""
+    try:
+        yield
+    except errors as error:
+        raise DataError(f"{path} is damaged: {first_line(error)}") from error

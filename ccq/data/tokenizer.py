@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,8 +97,12 @@ def interruptible(call: Callable[[], object], tell: Callable[[float], None]) -> 
 
     threading.Thread(target=run, daemon=True).start()  # a daemon: the end of the process does not wait for it either
     begun = time.monotonic()
-    while not wait([done], timeout=2 if time.monotonic() - begun < 2 else 10).done:
-        tell(time.monotonic() - begun)
+    try:
+        while not wait([done], timeout=2 if time.monotonic() - begun < 2 else 10).done:
+            tell(time.monotonic() - begun)
+    except KeyboardInterrupt:
+        atexit.register(os._exit, 130)  # beside the thread, which goes on, Python's own end would take seconds
+        raise
     done.result()
 
 

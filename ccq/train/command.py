@@ -35,7 +35,9 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{table(SIZES)}\n\n"
         "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
-        f"`ccq {command} RECIPE --help` lists them.",
+        f"`ccq {command} RECIPE --help` lists them.\n\n"
+        "The same command again resumes: to the bit on a CPU and as many ranks as before; on another number of ranks\n"
+        "with the same data in the same order, and weights that differ by rounding.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

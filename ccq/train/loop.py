@@ -1,7 +1,8 @@
 """The training loop. One process on a CPU, one GPU, and torchrun over many run the same lines.
 
 A batch is a function of (seed, step), weights and moments are saved by name, and generators are seeded anew each step:
-so the state of a run is its weights, its moments and the step, and it goes on exactly, on any number of ranks.
+so the state of a run is its weights, its moments and the step. On a CPU, and on as many ranks as before, it goes on to
+the bit; on another number of them with the same data, and gradients that are added up in another order.
 """
 
 from __future__ import annotations

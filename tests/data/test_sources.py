@@ -173,3 +173,14 @@ def test_a_dataset_is_streamed_and_goes_on(tmp_path):
     assert list(inputs.pieces(pieces[1].next)) == pieces[2:]
     assert inputs.describe()["split"] == "train"
     assert [i for i, _ in documents(Inputs(dataset=str(tmp_path / "data"), filter=("t3",)).pieces())] == ["t3"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
+def test_a_damaged_parquet_file_is_named(tmp_path, damage):
+    write(tmp_path, ".parquet")
+    path = tmp_path / "data.parquet"
+    content = path.read_bytes()
+    pages = content[:4] + b"\xff" * 60 + content[64:]
+    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "changed": pages}[damage])
+    with pytest.raises(DataError, match=r"data\.parquet is damaged: \S"):
+        list(Inputs((tmp_path,)).pieces())

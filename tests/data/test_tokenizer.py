@@ -1,5 +1,11 @@
 """The tokenizer: nothing is lost, digits stand alone, and the same text gives the same tokenizer."""
 
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -111,3 +117,46 @@ def test_errors_name_the_argument(corpus, tmp_path):
         train_tokenizer(Inputs((corpus,), filter=("zzz",)), vocab_size=300)
     with pytest.raises(DataError, match="nowhere' cannot be loaded"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_it_says_how_far_it_is_and_how_long_the_rest_takes(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("some words to learn from " * 40)
+    half = sources.Piece("text.txt", "some words to learn from " * 20, True, sources.Position(), 500)
+
+    def slowly(inputs, sample):
+        yield half
+        time.sleep(2.5)
+        yield half._replace(read=1000)
+
+    monkeypatch.setattr("ccq.data.tokenizer.sampled", slowly)
+    said = []
+    train_tokenizer(Inputs((tmp_path / "text.txt",)), 300, say=said.append)
+    assert said == ["read 50% of the text, 0:02 left; then the merges"]
+
+
+def test_ctrl_c_is_heard_while_the_merges_are_learned(tmp_path):
+    """Learning is native code, which hears nothing: here it is another that takes minutes."""
+    (tmp_path / "text.txt").write_text("some words")
+    script = f"""
+        import hashlib, sys
+        import tokenizers
+
+        class Slow:
+            def __init__(self, model): pass
+            def train_from_iterator(self, texts, trainer):
+                print("learning", flush=True)
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+        tokenizers.Tokenizer = Slow
+        from ccq.cli import main
+        sys.exit(main(["data", "tokenizer", {str(tmp_path / "text.txt")!r}, "--out", {str(tmp_path / "out")!r}]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "learning\n"
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 2
+    assert (process.returncode, said) == (130, "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

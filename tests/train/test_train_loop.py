@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import re
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,6 +238,16 @@ def test_a_few_such_steps_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     assert train(small("gla", patience=3), tmp_path) == 0
     assert "20 steps, 2 skipped" in capsys.readouterr().out
+
+
+def test_the_first_step_of_a_process_is_a_sign_of_life_with_an_estimate(tmp_path, monkeypatch, capsys):
+    train(small("gla", steps=4, checkpoint_every=2), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    begun, resumed = capsys.readouterr().out, train(small("gla", steps=4, checkpoint_every=2), tmp_path)
+    for out, step in ((begun, 1), (capsys.readouterr().out, 3)):
+        lines = [line for line in out.splitlines() if line.startswith("step ") and " left" in line]
+        assert re.fullmatch(rf"step {step}: loss \d\.\d+ after \d+\.\d s; at this pace 0:0\d left", lines[0])
+    assert resumed == 0
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, capsys):
