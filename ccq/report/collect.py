@@ -135,6 +135,12 @@ class Source:
 
     @property
     def last_step(self) -> int:
+        """How far a run is: its newest checkpoint, as for `ccq export`; its log, where no checkpoints were kept."""
+        checkpoints = self.path / "checkpoints"
+        if checkpoints.is_dir():
+            from ccq.train.checkpoint import newest
+
+            return newest(checkpoints) or 0
         return max((int(record["step"]) for record in self.records), default=0)
 
     @property

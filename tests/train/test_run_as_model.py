@@ -9,6 +9,7 @@ from train_helpers import small
 
 from ccq import cli
 from ccq.pretrained import load_config, load_model, load_tokenizer
+from ccq.report.collect import collect
 from ccq.shipped import ModelError
 from ccq.train import RunError
 from ccq.train.export import export
@@ -58,6 +59,15 @@ def test_a_checkpoint_with_changed_bytes_is_passed_over(run, tmp_path, capsys):
     assert export(tmp_path / "run", tmp_path / "model") == 2
     with pytest.raises(RunError, match=r"step-00000004 is damaged: __0_0.distcp"):
         export(tmp_path / "run", tmp_path / "other", step=4)
+
+
+def test_the_report_and_the_export_agree_on_how_far_a_run_is(run, tmp_path):
+    """Nothing was logged before it was stopped, and a checkpoint was saved."""
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    (tmp_path / "run" / "log.jsonl").write_text("")
+    assert export(tmp_path / "run", tmp_path / "model") == 2
+    assert collect([tmp_path / "run"]).unfinished == ["run is not finished: step 2 of 4."]
 
 
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
