@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ccq.model.info import info
     from ccq.recipes import recipe
     from ccq.train.config import model_config
-    from ccq.train.loop import Trainer, peak_flops
+    from ccq.train.gpus import peak_flops
+    from ccq.train.loop import Trainer
     from ccq.train.world import join
 
     rows: list[dict] = []

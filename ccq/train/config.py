@@ -260,8 +260,9 @@ MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
 
 
 def fixed(config: Config) -> dict[str, Any]:
-    """The fields that must not change within a run."""
-    return {name: value for name, value in flat(config).items() if not name.startswith(MAY_CHANGE)}
+    """The fields that must not change within a run: its length may where no step depends on it."""
+    may_change = (*MAY_CHANGE, *(("steps",) if config.optimizer.schedule == "constant" else ()))
+    return {name: value for name, value in flat(config).items() if not name.startswith(may_change)}
 
 
 def differences(saved: Config, asked: Config) -> list[str]:

@@ -66,6 +66,11 @@ def fits(windows: TokenWindows, config: Config, name: str) -> TokenWindows:
     return windows
 
 
+def longest(config: Config) -> int:
+    """Tokens of the longest sequence."""
+    return config.data.length if config.data.source == "tokens" else max(s[0] for s in config.data.slices)
+
+
 def accumulation(config: Config, ranks: int) -> int:
     """Micro-batches of a rank in a step: as few as `runtime.micro_batch` allows."""
     batch, micro = config.data.batch, config.runtime.micro_batch

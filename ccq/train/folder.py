@@ -44,8 +44,9 @@ def fingerprint(path: str | None) -> str | None:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def claim(folder: Path, config: Config) -> None:
-    """Make a new run's files, or check that this is the same run; RunError names the field that differs."""
+def claim(folder: Path, config: Config, done: int = 0) -> None:
+    """Make a new run's files, or check that this is the same run, of which `done` steps are taken; RunError names the
+    field that differs."""
     data = {"path": fingerprint(config.data.path), "valid_path": fingerprint(config.data.valid_path)}
     path = folder / CONFIG
     if path.exists():
@@ -57,6 +58,14 @@ def claim(folder: Path, config: Config) -> None:
                 for name in data
                 if before[name] != data[name]
             ]
+        if [line for line in different if line.startswith("steps:")] == different != []:
+            raise RunError(
+                f"{folder}: {different[0]}. Its learning rate falls with a cosine that ends at its last step, so a longer "
+                "run is another one from the start. To train its weights on, begin a run from them: --init "
+                f"{folder} --run-dir ANOTHER. (With --optimizer.schedule constant a run can be extended.)"
+            )
+        if done > config.steps:
+            different.append(f"steps: the run is at step {done}, asked for {config.steps}")
         if different:
             raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
     text: dict[str, int] = {}  # for who reads the results: how much of it is there, and of needle documents

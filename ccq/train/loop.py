@@ -28,16 +28,14 @@ from ccq.names import duration
 from ccq.train import RunError, folder
 from ccq.train.captured import DeviceStep
 from ccq.train.checkpoint import Checkpoints, folder_of, load, newest, problem
-from ccq.train.config import Config
-from ccq.train.data import accumulation, train_source, valid_source
+from ccq.train.config import Config, model_config
+from ccq.train.data import accumulation, longest, train_source, valid_source
+from ccq.train.gpus import peak_flops
 from ccq.train.log import Log
 from ccq.train.monitor import Gates, call, sample, summary, tokenizer_of, validate
 from ccq.train.optimizer import decaying, learning_rate, make_optimizer, pure_decay, scale_, squared_norms
 from ccq.train.parallelize import make_model, parallelize
 from ccq.train.world import World, join
-
-# dense bf16 FLOP/s, from the vendors' data sheets
-PEAK = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def train(config: Config, run: Path) -> int:
             on_main(world, lambda: check_cpu_bf16(world.device.type, config.dtype))
         # before the folder is this run's, and the one time that all data is read
         on_main(world, lambda: (train_source(config), valid_source(config)))
-        on_main(world, lambda: folder.claim(run, config))
+        on_main(world, lambda: folder.claim(run, config, newest(root) or 0))
         log = Log(run, config, world.main)
         if finished:
             log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` makes a model of it.")
@@ -338,15 +336,5 @@ def stop_signals() -> Iterator[list[str]]:
 def flops_per_token(config: Config) -> float:
     """To train, at the recipe's length."""
     from ccq.model.info import info
-    from ccq.train.config import model_config
 
-    length = config.data.length if config.data.source == "tokens" else max(s[0] for s in config.data.slices)
-    return info(model_config(config.model), length).train_flops
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a GPU that we know."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+    return info(model_config(config.model), longest(config)).train_flops

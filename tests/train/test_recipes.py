@@ -157,8 +157,7 @@ def test_plan_of_the_papers_runs(results):
     found = plan.plan("gla_1.3b", config, 8)
     assert "paper" in found.speed.source
     assert found.bound == "computation"
-    assert found.days(40e9) == pytest.approx(40e9 / (8 * 41_600) / 86400)  # 1.4 days
-    assert found.gpu_hours(40e9) == pytest.approx(24 * 8 * found.days(40e9))
+    assert found.seconds(40e9) == pytest.approx(40e9 / (8 * 41_600))  # 1.4 days
     assert found.speed.rate == 41_600
 
 
@@ -219,10 +218,33 @@ def test_many_nodes_wait_for_the_network_when_a_gpu_has_little_to_do(results):
 def test_plan_on_the_command_line(results, capsys):
     assert cli.main(["plan", "ccq_gla_500m", "--gpus", "8"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"15B tokens.*days, .* GPU-hours", out)
+    assert re.search(r"15B tokens.*[5-9]\.\d hours, \d\d GPU-hours", out)
     assert "40B tokens" in out
     assert "a guess" in out
     assert cli.main(["plan", "ccq_gla_500m", "--gpus", "3"]) == 1
+    assert cli.main(["plan", "ccq_gla_tiny", "--gpus", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"tokens \(this recipe\): [1-9][\d.]* seconds, 0.\d+ GPU-hours\n$", out), out
+    assert "15B" not in out
+
+
+def test_plan_of_another_gpu_is_marked_as_an_estimate(results, capsys):
+    """In proportion to the data sheets, until the user has measured."""
+    config = recipe("ccq_gla_1.3b")
+    ours, theirs = (plan.plan("ccq_gla_1.3b", config, 8, gpu).speed for gpu in ("H200", "A100"))
+    assert "measured" in ours.source or "paper" in ours.source
+    reference = plan.plan("gla_1.3b", recipe("gla_1.3b"), 8, "H200").speed.rate
+    flops = [plan.info(model_config(recipe(name).model), 4096).train_flops for name in ("gla_1.3b", "ccq_gla_1.3b")]
+    assert theirs.rate == pytest.approx(reference * flops[0] / flops[1] * 312 / 989)
+    assert theirs.source.startswith("an estimate, nothing is measured on A100")
+    assert cli.main(["plan", "ccq_gla_1.3b", "--gpu", "a100"]) == 0
+    assert "8 x A100" in capsys.readouterr().out
+    rows = [{"system": "ccq_gla", "size": "1.3b", "length": 4096, "tokens_per_second": 9_000.0}]
+    (results / "train_a100.json").write_text(json.dumps({"gpu": "NVIDIA A100-SXM4-80GB", "rows": rows}))
+    assert plan.plan("ccq_gla_1.3b", config, 8, "A100").speed.rate == 9_000
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "ccq_gla_1.3b", "--gpu", "abacus"])
+    assert "nothing is known of ABACUS; expected one of B200, H200" in capsys.readouterr().err
 
 
 def test_bench_describes_a_row_beside_its_control():

@@ -375,7 +375,6 @@ def hold_lock(run):
     ("changes", "field"),
     [
         ({"lr": 2e-3}, "optimizer.lr: the run has 0.001, asked for 0.002"),
-        ({"steps": 30}, "steps: the run has 24, asked for 30"),
         ({"seed": 1}, "seed: the run has 0, asked for 1"),
         ({"gate_init": 0.1}, "model.gate_init"),
         ({"slices": ((16, 2, 301), (24, 3, 300))}, "data.slices"),
@@ -389,6 +388,23 @@ def test_another_config_is_refused_by_the_field(tmp_path, changes, field):
         train(small("ccq-gated-deltanet", **options), tmp_path)
     assert field in str(refused.value)
     assert str(refused.value).count("the run has") == 1
+
+
+def test_a_run_with_a_constant_rate_can_be_extended(tmp_path, undisturbed, stopped, capsys):
+    """It ends as if it had been that long from the start."""
+    half = small("ccq-gated-deltanet", steps=STEPS // 2, dtype="fp32", keep=2)
+    assert train(half, tmp_path) == 0
+    assert train(config(), tmp_path) == 0
+    assert_bit_equal(contents(tmp_path / "checkpoints" / f"step-{STEPS:08d}"), undisturbed)
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == STEPS
+    with pytest.raises(RunError, match=f"steps: the run is at step {STEPS}, asked for {STEPS // 2}"):
+        train(half, tmp_path)
+
+
+def test_a_run_with_a_cosine_cannot_be_extended_and_says_what_can(tmp_path):
+    train(small(steps=2, schedule="cosine"), tmp_path)
+    with pytest.raises(RunError, match=r"steps: the run has 2, asked for 4\. .*cosine .*--init"):
+        train(small(steps=4, schedule="cosine"), tmp_path)
 
 
 def test_other_data_is_refused_and_said_as_it_is(tmp_path):
