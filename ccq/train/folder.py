@@ -60,8 +60,8 @@ def claim(folder: Path, config: Config, done: int = 0) -> None:
             ]
         if [line for line in different if line.startswith("steps:")] == different != []:
             raise RunError(
-                f"{folder}: {different[0]}. Its learning rate falls with a cosine that ends at its last step, so a longer "
-                "run is another one from the start. To train its weights on, begin a run from them: --init "
+                f"{folder}: {different[0]}. Its learning rate falls with a cosine that ends at its last step, so a "
+                "longer run is another one from the start. To train its weights on, begin a run from them: --init "
                 f"{folder} --run-dir ANOTHER. (With --optimizer.schedule constant a run can be extended.)"
             )
         if done > config.steps:
