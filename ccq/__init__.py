@@ -5,13 +5,18 @@ from typing import TYPE_CHECKING
 from ccq.late import lazily, watch
 
 __version__ = "0.1.0"
-__all__ = ["CovarianceState", "backends", "clean_query", "clean_query_step", "load", "sigma_q", "sigma_q_step"]
+__all__ = [
+    *("CovarianceState", "backends", "clean_query", "clean_query_step", "sigma_q", "sigma_q_step"),
+    *("attach", "detach", "load", "load_adapter", "save_adapter"),
+]
 
 if TYPE_CHECKING:
+    from ccq.adapter import attach, detach, load_adapter, save_adapter
     from ccq.ops import CovarianceState, backends, clean_query, clean_query_step, sigma_q, sigma_q_step
     from ccq.pretrained import load
 else:
     _PLACES = dict.fromkeys(__all__, "ccq.ops") | {"load": "ccq.pretrained"}
+    _PLACES |= dict.fromkeys(("attach", "detach", "load_adapter", "save_adapter"), "ccq.adapter")
     __getattr__ = lazily(__name__, _PLACES | {name: f"ccq.{name}" for name in ("ops", "pretrained", "shipped")})
 
 

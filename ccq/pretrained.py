@@ -1,5 +1,5 @@
 """Models and tokenizers: those that ship, folders in Hugging Face's layout, runs of `ccq train` as of their newest
-checkpoint, GGUF files, and names on the Hub."""
+checkpoint, adapters of `ccq.attach`, GGUF files, and names on the Hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class NoTokenizerError(ModelError):
 
 
 def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any]:
-    """(model in eval mode, tokenizer) of a shipped model, a from_pretrained folder, a run, a .gguf file or a Hub name.
+    """(model in eval mode, tokenizer) of a shipped model, a from_pretrained folder, a run, an adapter, a .gguf file or
+    a Hub name.
 
     Args:
         name: such as "ccq-gla-pico"; `ccq.shipped.names()` has all that ship.
@@ -38,6 +39,10 @@ def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any
 def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
     """The model alone, in eval mode. A dtype "auto" is that of the checkpoint."""
     where, how = _source(name)
+    if is_adapter(where):
+        from ccq.adapter import load_adapter
+
+        return load_adapter(load_model(base_of(where), device, dtype), where).eval()
     if Path(where).is_dir() and not how and not Path(where, "config.json").exists():
         raise ModelError(f"{name} has no config.json: expected a from_pretrained folder (ccq export RUN_DIR OUT_DIR)")
     from transformers import AutoModelForCausalLM
@@ -57,6 +62,10 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
         return trained.to(device, None if kind == "auto" else getattr(torch, str(kind).removeprefix("torch."))).eval()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "float32", **how)
+        if hasattr(model.config, "ccq_adapter"):  # saved whole, with gates that from_pretrained knows nothing of
+            from ccq.adapter import load_adapter
+
+            load_adapter(model, where)
         return model.to(device).eval()
     except Exception as error:  # whatever a foreign checkpoint makes of it
         raise ModelError(_failure("model", name, error)) from error
@@ -74,6 +83,8 @@ def load_config(name: str) -> Any:
         config = model_config(run.model)
         config.identity, config.recall = asdict(run.identity), recall(run)
         return config
+    if is_adapter(where):
+        return load_config(base_of(where))
     from transformers import AutoConfig
 
     try:
@@ -87,6 +98,8 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(where, "tokenizer") if is_run(where) else tokenizer_folder(Path(where))
+    if is_adapter(where) and not any(folder.glob("*token*")):
+        return load_tokenizer(base_of(where))
     if is_run(where) and not folder.is_dir():
         raise NoTokenizerError(f"{name} has no tokenizer")
     if folder.is_dir() and not how and not (any(folder.glob("*token*")) or any(folder.glob("vocab*"))):
@@ -106,6 +119,24 @@ def load_tokenizer(name: str) -> Any:
 def is_run(where: str) -> bool:
     """Whether it is the folder of a run of `ccq train`, whose config.json is of another kind."""
     return Path(where, "config.json").is_file() and Path(where, "checkpoints").is_dir()
+
+
+def is_adapter(where: str) -> bool:
+    """Whether it is what `ccq.save_adapter` wrote: gates without the model that they are for."""
+    return Path(where, "ccq_adapter.json").is_file()
+
+
+def base_of(where: str) -> str:
+    """The model that an adapter is for."""
+    from ccq.adapter import read_adapter
+
+    base = read_adapter(Path(where))["base_model"]
+    if base is None:
+        raise ModelError(
+            f"{where} does not say which model it is for, because that was not loaded from anywhere: load it and give "
+            "it to ccq.load_adapter(model, folder)"
+        )
+    return base
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:

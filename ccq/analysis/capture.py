@@ -80,8 +80,18 @@ class Read:
     cleaner: QueryCleaner | None = None
 
 
-def find_projections(model: nn.Module) -> list[Projection]:
-    """The key projections of a model in the order of its layers; AnalysisError where there are none."""
+def layer_of(name: str) -> int:
+    """The index of the layer that a module of this name is in.
+
+    >>> layer_of("model.layers.12.mixer.cleaner")
+    12
+    """
+    numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
+    return int(numbers[-1]) if numbers else 0
+
+
+def known_projections(model: nn.Module) -> list[Projection]:
+    """The key projections of a model in the order of its layers."""
     found = []
     for name, module in model.named_modules():
         parent_name, _, last = name.rpartition(".")
@@ -94,17 +104,20 @@ def find_projections(model: nn.Module) -> list[Projection]:
             layout = FUSED[last]
         else:
             continue
-        numbers = re.findall(r"\.(\d+)(?=\.)", f".{name}")
-        found.append(
-            Projection(int(numbers[-1]) if numbers else 0, name, module, parent, head_size(model, parent), layout)
-        )
+        found.append(Projection(layer_of(name), name, module, parent, head_size(model, parent), layout))
+    return sorted(found, key=lambda projection: projection.layer)
+
+
+def find_projections(model: nn.Module) -> list[Projection]:
+    """The same; AnalysisError where there are none."""
+    found = known_projections(model)
     if not found:
         names = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name})
         raise AnalysisError(
             f"{type(model).__name__} has no key projection that is known here (a module called "
             f"{', '.join((*SEPARATE, *FUSED))}). Its modules: {', '.join(names)}"
         )
-    return sorted(found, key=lambda projection: projection.layer)
+    return found
 
 
 def head_size(model: nn.Module, parent: nn.Module) -> int:
@@ -145,20 +158,20 @@ def watch(
 
     The calls come layer by layer, as the model computes them; whoever is called reduces what it gets.
     """
-    projections = find_projections(model)
+    cleaners = [(name, module) for name, module in model.named_modules() if isinstance(module, QueryCleaner)]
+    projections = find_projections(model) if project is not None or not cleaners else known_projections(model)
     with contextlib.ExitStack() as stack:
         for projection in projections:
             if project is not None:
                 hook = functools.partial(_projected, projection, project)
                 stack.callback(projection.module.register_forward_hook(hook).remove)
-            cleaner = getattr(projection.parent, "cleaner", None)
-            if read is not None and isinstance(cleaner, QueryCleaner):
-                seen = functools.partial(_cleaned, projection, read)
-                stack.callback(cleaner.register_forward_hook(seen, with_kwargs=True).remove)
-            elif read is not None and isinstance(projection.parent, Attention):
+            if read is not None and isinstance(projection.parent, Attention):
                 turned = functools.partial(_turned, projection, read)
                 stack.callback(projection.parent.register_forward_hook(turned).remove)
         if read is not None:
+            for name, cleaner in cleaners:  # those of `ccq.attach` too, whatever the layer calls its projections
+                seen = functools.partial(_cleaned, layer_of(name), read)
+                stack.callback(cleaner.register_forward_hook(seen, with_kwargs=True).remove)
             parents = {id(projection.parent): projection for projection in projections}
             stack.enter_context(_attention_functions(parents, read))
         yield projections
@@ -169,10 +182,10 @@ def _projected(projection: Projection, project: Callable, module: nn.Module, arg
     project(projection, projection.keys(_one(output)))
 
 
-def _cleaned(projection: Projection, read: Callable, cleaner: Any, args: tuple, kwargs: dict, output: tuple) -> None:
+def _cleaned(layer: int, read: Callable, cleaner: Any, args: tuple, kwargs: dict, output: tuple) -> None:
     raw, q, k = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("raw", "q", "k")))
     q, k = cleaner.prepare(q, k)
-    read(Read(projection.layer, _one(q), _one(k), _one(cleaner.gate(raw)) if cleaner.clean else None, cleaner))
+    read(Read(layer, _one(q), _one(k), _one(cleaner.gate(raw)) if cleaner.clean else None, cleaner))
 
 
 def _turned(projection: Projection, read: Callable, mixer: Any, args: tuple, output: Any) -> None:

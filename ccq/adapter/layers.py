@@ -1,0 +1,194 @@
+"""A layer of someone else's model, run with the functions that read its memory replaced: they clean the query first.
+
+A layer's `forward` finds those functions in the module where it was written. Here it is run with other ones in their
+place, for one call of one layer: no module is changed, and layers that nothing is attached to never notice.
+
+B sequences, T tokens, H key heads, K key size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ccq.adapter.cache import read_covariance, write_covariance
+from ccq.errors import UserError
+from ccq.mixers import QueryCleaner
+from ccq.mixers.base import Sequences
+from ccq.ops import CovarianceState
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx")
+
+
+class AttachError(UserError, ValueError):
+    """Cleaning cannot be put into this model, or not be used in this way."""
+
+
+@dataclass
+class Call:
+    """One forward of an attached layer, as the functions that stand in for its own see it."""
+
+    cleaner: QueryCleaner
+    scope: dict[str, Any]  # the names that the layer's forward sees
+    real: Tensor | None  # [B, T], where tokens are not padding; None: nowhere is any
+    before: CovarianceState | None
+    keep: bool  # whether the covariance after the last token is wanted
+    after: CovarianceState | None = None
+
+    def clean(
+        self, raw: Float[Tensor, "B T H K"], q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], g: Tensor | None
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"]]:
+        """What to read with and what to write with. A key of padding is no key: it is not counted."""
+        state = None if self.before is None else {"covariance": self.before}
+        if self.real is None:
+            q_clean, k_bar, self.after = self.cleaner(raw, q, k, Sequences(len(q)), state, self.keep, g)
+            return q_clean, k_bar
+        lengths = self.real.sum(1, dtype=torch.int64)
+        seqs = Sequences(len(q), F.pad(lengths.cumsum(0), (1, 0)))
+        found = [None if x is None else x[self.real][None] for x in (raw, q, k, g)]
+        found[0] = found[1] if raw is q else found[0]
+        q_clean, k_bar, self.after = self.cleaner(*found[:3], seqs, state, self.keep, found[3])
+        return tuple(x.index_put((self.real,), new[0]) for x, new in ((q, q_clean), (k, k_bar)))  # type: ignore
+
+
+def delta_rule(call: Call, function: Callable, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """Gated DeltaNet and KDA: unit q and k, which may be repeated to the value heads.
+
+    The norm is the layer's own, so that with lam = 0 not a bit changes: fla's kernel rounds what it normalised, the
+    token loops and transformers' functions go on in fp32.
+    """
+    if not options.pop("use_qk_l2norm_in_kernel", False):
+        raise AttachError(f"{call.scope['__name__']}: expected a layer that reads with unit q and k, and it does not")
+    repeats = query.shape[2] // call.cleaner.heads
+    q, k = (x[:, :, ::repeats].contiguous() for x in (query, key))
+    fused = query.is_cuda and importlib.util.find_spec("fla") is not None
+    if fused and "chunk" in function.__name__:
+        from fla.modules.norm.l2norm import l2norm
+
+        unit_q, unit_k = l2norm(q), l2norm(k)
+    else:
+        unit_q, unit_k = (call.scope["l2norm"](x.float(), dim=-1, eps=1e-6) for x in (q, k))
+    found = call.clean(q, unit_q, unit_k, options["g"])
+    unit_q, unit_k = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in found)
+    o, state = function(unit_q, unit_k, value, use_qk_l2norm_in_kernel=False, **options)
+    return o.to(query.dtype), state
+
+
+@dataclass(frozen=True)
+class Family:
+    """Layers that call the same functions."""
+
+    replaced: dict[str, Callable]  # by the name of the layer's own: its stand-in, called with the Call and that one
+    heads: tuple[str, ...]  # attributes of the layer, the first that it has: key heads
+    size: tuple[str, ...]  # key size
+    unit: bool  # whether it reads with unit q and k by itself
+
+    def shape(self, layer: nn.Module) -> tuple[int, int]:
+        """Key heads and key size of a layer."""
+        heads, size = (next(getattr(layer, x) for x in names if hasattr(layer, x)) for names in (self.heads, self.size))
+        return heads, size
+
+
+FAMILIES = (
+    Family(
+        {"torch_chunk_gated_delta_rule": delta_rule, "torch_recurrent_gated_delta_rule": delta_rule},
+        heads=("num_k_heads",),
+        size=("head_k_dim",),
+        unit=True,
+    ),
+)
+
+
+def family_of(cls: type[nn.Module]) -> Family | None:
+    """The family of a class of layers, by the functions that its forward calls."""
+    code = getattr(own_forward(cls), "__code__", None)
+    return next((x for x in FAMILIES if code is not None and x.replaced.keys() <= set(code.co_names)), None)
+
+
+def own_forward(cls: type[nn.Module]) -> Any:
+    """The forward that the author of a layer wrote, without what decorators put around it."""
+    return inspect.unwrap(cls.forward)
+
+
+class Cleaned(nn.Module):
+    """What the class of a layer becomes a subclass of, beside its own."""
+
+    cleaner: QueryCleaner
+    layer_idx: int
+    original: type[nn.Module]
+
+    @torch.compiler.disable  # it makes a function at each call
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = own_forward(self.original)
+        given = inspect.signature(forward).bind(self, *args, **kwargs)
+        packing = given.arguments.get("kwargs", {})
+        borders = borders_of(packing, given.arguments["hidden_states"].shape[1])
+        given.arguments["kwargs"] = {name: value for name, value in packing.items() if name not in PACKED}
+        if len(borders) <= 2:
+            return self.run(forward, given)
+        return self.each(forward, given, borders)
+
+    def run(self, forward: Any, given: inspect.BoundArguments) -> Any:
+        told = given.arguments
+        hidden, mask, cache = told["hidden_states"], told.get("attention_mask"), told.get("cache_params")
+        family = family_of(self.original)
+        assert family is not None, "attach has found it"
+        before = None if cache is None else read_covariance(cache, self.layer_idx)
+        scope = dict(forward.__globals__)
+        real = None if mask is None else mask[:, -hidden.shape[1] :].bool()
+        call = Call(self.cleaner, scope, real, before, keep=cache is not None)
+        for name in forward.__code__.co_names:
+            function = scope.get(name)
+            if isinstance(function, types.FunctionType):
+                # on a CPU transformers' own functions: fla and mamba_ssm, where installed, stand in for them, and fail
+                function = function if hidden.is_cuda else inspect.unwrap(function)
+                stand_in = family.replaced.get(name)
+                scope[name] = function if stand_in is None else bind(stand_in, call, function)
+        run = types.FunctionType(forward.__code__, scope, None, forward.__defaults__, forward.__closure__)
+        run.__kwdefaults__ = forward.__kwdefaults__
+        output = run(*given.args, **given.kwargs)
+        if cache is not None:
+            assert call.after is not None, "a forward that calls none of the functions that were replaced"
+            write_covariance(cache, self.layer_idx, call.after)
+        return output
+
+    def each(self, forward: Any, given: inspect.BoundArguments, borders: list[int]) -> Tensor:
+        """Packed sequences, one after the other: what separate ones give, whatever the functions could do."""
+        hidden = given.arguments["hidden_states"]
+        for name in ("cache_params", "attention_mask"):
+            if given.arguments.get(name) is not None:
+                raise AttachError(f"{name}: expected none beside packed sequences (use_cache=False, no padding)")
+        if len(hidden) != 1:
+            raise AttachError(f"packed sequences: expected a batch of 1, got {len(hidden)}")
+        outputs = []
+        for begin, end in itertools.pairwise(borders):
+            if end > begin:
+                given.arguments["hidden_states"] = hidden[:, begin:end]
+                outputs.append(self.run(forward, given))
+        return torch.cat(outputs, dim=1)
+
+
+def bind(stand_in: Callable, call: Call, function: Callable) -> Callable:
+    return lambda *args, **kwargs: stand_in(call, function, *args, **kwargs)
+
+
+def borders_of(packing: dict[str, Any], length: int) -> list[int]:
+    """Where packed sequences begin and end, by any of the names that it is said under; [0, length]: one sequence."""
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        if packing.get(name) is not None:
+            return packing[name].tolist()
+    seq_idx = packing.get("seq_idx")
+    if seq_idx is None:
+        return [0, length]
+    changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero()[:, 0] + 1
+    return [0, *changes.tolist(), length]

@@ -1,0 +1,88 @@
+"""Tiny random models of the families that cleaning can be attached to, and their cleaning by hand."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+
+import torch
+import transformers
+from torch import Tensor
+
+from ccq.adapter import attached
+
+VOCABULARY = 64
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+# name: its class, and the options of its config
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "qwen3_next": ("Qwen3Next", {"num_hidden_layers": 4, **ATTENTION, **DELTA, **EXPERTS}),
+}
+
+
+def make(family: str, **options) -> transformers.PreTrainedModel:
+    """A model of the family, in eval mode; the same one at every call."""
+    name, own = FAMILIES[family]
+    config_class = getattr(transformers, f"{name}Config")
+    if name == "Qwen3_5" or name == "Qwen3_5Moe":
+        config_class = getattr(transformers, f"{name}TextConfig")
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config_class(**COMMON | own | options)).eval()
+
+
+def opened(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """The model with gates that are wide open, each at another value for each token."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in attached(model).values():
+            layer.cleaner.gate_weight.normal_(generator=draw)
+            layer.cleaner.gate_bias.normal_(1.0, generator=draw)
+    return model
+
+
+def closed(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with lam = 0."""
+    with torch.no_grad():
+        for layer in attached(model).values():
+            layer.cleaner.gate_bias.fill_(-torch.inf)
+    return model
+
+
+def module_of(model: torch.nn.Module) -> ModuleType:
+    return sys.modules[type(model).__module__]
+
+
+def in_plain_torch(model: torch.nn.Module, monkeypatch) -> ModuleType:
+    """Let a model of transformers that nothing is attached to run on a CPU beside an installed fla."""
+    module = module_of(model)
+    for name, function in list(vars(module).items()):
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_"):
+            monkeypatch.setattr(module, name, inspect.unwrap(function))
+    return module
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def clean_by_hand(raw: Tensor, q: Tensor, k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """q - lam Sigma_t q token by token, of one batch without padding; unit keys in Sigma_t. [B, T, H, K]"""
+    lam = torch.sigmoid(raw.float().flatten(2) @ weight.T + bias)
+    unit = k.float() / (k.float().square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    cleaned = []
+    for t in range(q.shape[1]):
+        seen = unit[:, : t + 1]
+        mean = seen.mean(1)
+        sigma = torch.einsum("bthi,bthj->bhij", seen, seen) / (t + 1) - mean[..., :, None] * mean[..., None, :]
+        cleaned.append(q[:, t] - lam[:, t, :, None] * torch.einsum("bhij,bhj->bhi", sigma, q[:, t].float()))
+    return torch.stack(cleaned, 1).to(q.dtype)
