@@ -24,10 +24,11 @@ from ccq.systems import SYSTEMS, Identity
 # Okabe and Ito's palette, told apart by all eyes; INK becomes the page's own text colour
 INK, GREY = "#000000", "#7f7f7f"
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
+BROWN, OLIVE = "#7a4a2b", "#8a8a00"  # two more than the palette has
 COLOURS = {INK: "ink", BLUE: "blue", SKY: "sky", GREEN: "green", ORANGE: "orange", RED: "red", PURPLE: "purple",
-           GREY: "grey"}  # names in report/style.css  # fmt: skip
+           GREY: "grey", BROWN: "brown", OLIVE: "olive"}  # names in report/style.css  # fmt: skip
 FAMILIES = {"gla": BLUE, "gated-deltanet": RED, "mamba2": PURPLE, "transformer": GREY, "linear-attention": GREEN,
-            "retnet": SKY, "deltanet": ORANGE}  # fmt: skip
+            "retnet": SKY, "deltanet": ORANGE, "kda": BROWN, "mesa": OLIVE}  # fmt: skip
 OTHERS = ((INK, "--"), (INK, ":"), (INK, "-."), (GREEN, "-."), (SKY, ":"))  # models that are not ours
 Dashes = str | tuple[int, tuple[int, ...]]
 # of variants, which keep the marker of their system, hollow

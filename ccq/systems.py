@@ -60,6 +60,7 @@ class System:
 _GLA, _LINEAR, _RETNET = {"mixer": "gla"}, {"mixer": "linear_attention"}, {"mixer": "retnet"}
 _HEDGEHOG = {"mixer": "gla", "feature_map": "hedgehog"}
 _GDN = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
+_KDA = {"mixer": "kda", "conv_size": 4, "unit_qk": True}
 _DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
 _MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
 _UNIT, _CLEAN = {"unit_qk": True}, {"clean": True}  # what a control and CCQ add to a backbone
@@ -150,6 +151,11 @@ _ALL = (
     System("ccq-retnet", "CCQ-RetNet", "RetNet + CCQ", _RETNET | _CLEAN, _CCQ_LINE, "retnet-unit"),
     System("deltanet", "DeltaNet", "DeltaNet: the delta rule without forgetting", _DELTANET, _PLAIN_LINE),
     System("ccq-deltanet", "CCQ-DeltaNet", "DeltaNet + CCQ", _DELTANET | _CLEAN, _CCQ_LINE, "deltanet"),
+    System("kda", "KDA", "Kimi Delta Attention: the delta rule with a decay for each channel", _KDA, _PLAIN_LINE),
+    System("ccq-kda", "CCQ-KDA", "KDA + CCQ", _KDA | _CLEAN, _CCQ_LINE, "kda"),
+    System("kda-projected-decay", "KDA, projected read with decay",
+           "the projected read over a covariance that forgets as KDA does, the mean of its channels",
+           _KDA | _PROJECTED | _DECAYED, ("-", "^"), "kda"),
     System("mamba2-unit", "Unit-norm Mamba2", "the control of CCQ-Mamba2", _MAMBA2 | _UNIT, _UNIT_LINE),
     System("ccq-mamba2", "CCQ-Mamba2", "Mamba-2 + CCQ", _MAMBA2 | _CLEAN, _CCQ_LINE, "mamba2-unit"),
     System("mamba2-projected-decay", "Mamba2, projected read with decay",

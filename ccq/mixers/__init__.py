@@ -5,6 +5,7 @@ from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, no
 from ccq.mixers.cleaning import QueryCleaner
 from ccq.mixers.gated_deltanet import GatedDeltaNet
 from ccq.mixers.gla import GatedLinearAttention
+from ccq.mixers.kda import KimiDeltaAttention
 from ccq.mixers.linear_attention import DeltaNet, LinearAttention, RetNet
 from ccq.mixers.mamba2 import Mamba2
 
@@ -14,6 +15,7 @@ __all__ = [
     "DeltaNet",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "KimiDeltaAttention",
     "LayerState",
     "LinearAttention",
     "Mamba2",

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.mixers.base import register
-from ccq.mixers.key_value import KeyValueMixer
+from ccq.mixers.key_value import KeyValueMixer, low_rank
 from ccq.mixers.linear import few_rows
 from ccq.ops.choose import choose
 
@@ -27,10 +27,7 @@ class GatedLinearAttention(KeyValueMixer):
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.normalizer = config.gate_normalizer
-        self.gk_proj = nn.Sequential(
-            nn.Linear(config.hidden_size, config.gate_low_rank, bias=False),
-            nn.Linear(config.gate_low_rank, self.heads * self.features),
-        )
+        self.gk_proj = low_rank(config.hidden_size, config.gate_low_rank, self.heads * self.features, bias=True)
 
     @property
     def low_rank(self) -> list[nn.Linear]:

@@ -6,7 +6,7 @@ B batch, N sequences (B of them, or packed ones), T tokens, D hidden size, H hea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ class KeyValueMixer(Mixer):
 
     silu = False  # whether q, k and v pass a SiLU without a convolution too
     delta = False  # whether `gates` returns a beta
+    low_rank_gate = False  # whether the output gate is KDA's: two Linears, then a sigmoid
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -52,9 +53,15 @@ class KeyValueMixer(Mixer):
         self.feature_map_q, self.features = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
         self.feature_map_k, _ = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
         self.cleaner = QueryCleaner(config, self.heads, self.key_size, self.features)
-        self.g_proj = nn.Linear(hidden, self.value_width, bias=False) if config.output_gate else None
-        norm = GatedRMSNorm if config.output_gate else RMSNorm
-        self.o_norm = norm(self.value_size, config.norm_eps)
+        self.g_proj: Any = None
+        if not config.output_gate:
+            self.o_norm = RMSNorm(self.value_size, config.norm_eps)
+        elif self.low_rank_gate:
+            self.g_proj = low_rank(hidden, self.value_size, self.value_width, bias=True)
+            self.o_norm = GatedRMSNorm(self.value_size, config.norm_eps, sigmoid=True)
+        else:
+            self.g_proj = nn.Linear(hidden, self.value_width, bias=False)
+            self.o_norm = GatedRMSNorm(self.value_size, config.norm_eps)
         self.o_proj = nn.Linear(self.value_width, hidden, bias=False)
 
     @property
@@ -111,11 +118,13 @@ class KeyValueMixer(Mixer):
     def step(
         self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
     ) -> Float[Tensor, "B D"]:
-        linears = [self.q_proj, self.k_proj, self.v_proj, *self.writers]
+        linears: list[Any] = [self.q_proj, self.k_proj, self.v_proj, *self.writers]
         if self.g_proj is not None:
-            linears.append(self.g_proj)
+            linears.append(self.g_proj[0] if self.low_rank_gate else self.g_proj)
         projected = project(x, linears, self.config.backend)
         gate = None if self.g_proj is None else projected.pop()
+        if gate is not None and self.low_rank_gate:
+            gate = self.g_proj[1](gate)
         qkv = projected[:3]
         if self.conv_size is not None:
             qkv = step_together((self.q_conv1d, self.k_conv1d, self.v_conv1d), qkv, state["conv"], self.config.backend)
@@ -144,3 +153,7 @@ class KeyValueMixer(Mixer):
         )
         states = flops(self.heads, self.features, self.value_size, self.delta)
         return conv + maps + self.cleaner.flops() + states
+
+
+def low_rank(width: int, rank: int, out: int, bias: bool = False) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias))

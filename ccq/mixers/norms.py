@@ -50,12 +50,15 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(RMSNorm):
     """rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) with `gate_first`, as Mamba2 has it.
 
-    `groups`: how many equal parts of the last dimension are normalised apart.
+    `sigmoid`: of the gate in the place of the SiLU, as KDA has it. `groups`: how many equal parts of the last dimension
+    are normalised apart.
     """
 
-    def __init__(self, size: int, eps: float = 1e-6, gate_first: bool = False, groups: int = 1) -> None:
+    def __init__(
+        self, size: int, eps: float = 1e-6, gate_first: bool = False, groups: int = 1, sigmoid: bool = False
+    ) -> None:
         super().__init__(size, eps)
-        self.gate_first = gate_first
+        self.gate_first, self.sigmoid = gate_first, sigmoid
         self.groups = groups
 
     def forward(self, x: Float[Tensor, "*B D"], gate: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:  # type: ignore[override]
@@ -67,15 +70,17 @@ class GatedRMSNorm(RMSNorm):
                 return rmsnorm_fn(x, self.weight, None, z=gate, eps=self.eps, **options)
             from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
-            return rms_norm_gated(x, gate, self.weight, None, activation="swish", eps=self.eps)
+            activation = "sigmoid" if self.sigmoid else "swish"
+            return rms_norm_gated(x, gate, self.weight, None, activation=activation, eps=self.eps)
         high = stats_dtype(x.dtype)
-        y, swish, weight = x.to(high), F.silu(gate.to(high)), self.weight.to(high)
+        activate = torch.sigmoid if self.sigmoid else F.silu
+        y, opened, weight = x.to(high), activate(gate.to(high)), self.weight.to(high)
         if self.gate_first:
-            y = y * swish
+            y = y * opened
         parts = y.unflatten(-1, (self.groups, -1))
         y = F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * weight
         if not self.gate_first:
-            y = y * swish
+            y = y * opened
         return y.to(x.dtype)
 
 

@@ -250,6 +250,7 @@ def _zoology(mixer: str, width: int) -> dict[str, Any]:
         "attention": {},
         "mamba2": {"base_conv_size": None, "state_size": 16, "head_size": 64},
         "deltanet": {"key_size": head, "value_size": head, "output_gate": False},
+        "kda": {"key_size": head, "value_size": head, "output_gate": False},
         "gated_deltanet": {"key_size": head, "value_size": 2 * head, "output_gate": False},
     }
     return {

@@ -151,6 +151,7 @@ def test_norms_are_their_formulas():
     cases = [
         (RMSNorm(12), (x,), norm(x) * weight),
         (GatedRMSNorm(12), (x, gate), norm(x) * weight * silu),
+        (GatedRMSNorm(12, sigmoid=True), (x, gate), norm(x) * weight * gate.sigmoid()),
         (GatedRMSNorm(12, gate_first=True), (x, gate), norm(x * silu) * weight),
         (
             GatedRMSNorm(12, gate_first=True, groups=3),
@@ -168,7 +169,13 @@ def test_norms_are_their_formulas():
 @pytest.mark.gpu
 def test_fused_norms_on_a_gpu_are_the_same(monkeypatch):
     torch.manual_seed(0)
-    for module in (RMSNorm(64), GatedRMSNorm(64), GatedRMSNorm(64, gate_first=True, groups=2), None):
+    for module in (
+        RMSNorm(64),
+        GatedRMSNorm(64),
+        GatedRMSNorm(64, sigmoid=True),
+        GatedRMSNorm(64, gate_first=True, groups=2),
+        None,
+    ):
         inputs = [torch.randn(2, 3, 64, device="cuda", requires_grad=True) for _ in range(2)]
         call = unit if module is None else module.cuda()
         inputs = inputs if isinstance(module, GatedRMSNorm) else inputs[:1]

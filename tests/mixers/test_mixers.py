@@ -34,6 +34,7 @@ BACKBONES: dict[str, dict] = {
     "gla, no output gate": {"mixer": "gla", "output_gate": False},
     "gated deltanet": {"mixer": "gated_deltanet", **DELTA},
     "gated deltanet, no conv": {"mixer": "gated_deltanet", "unit_qk": True},
+    "kda": {"mixer": "kda", **DELTA},
     "deltanet": {"mixer": "deltanet", **DELTA},
     "linear attention": {"mixer": "linear_attention"},
     "retnet": {"mixer": "retnet"},
@@ -80,7 +81,7 @@ READS = {  # beside the paper's: projected, with the backbone's decay, and twice
 }  # fmt: skip
 READS |= {
     f"projected {name}, decay": {**BACKBONES[name], **PROJECTED}
-    for name in ("gated deltanet", "deltanet", "retnet", "mamba2", "mamba2, groups")
+    for name in ("gated deltanet", "kda", "deltanet", "retnet", "mamba2", "mamba2, groups")
 }
 ALL = {**READS, **BACKBONES, **CLEANED, **VARIANTS}
 every = pytest.mark.parametrize("name", ALL)
@@ -563,7 +564,8 @@ def test_parameters_start_as_published():
     sizes = {**SIZES, "hidden_size": 512, "num_heads": 64, "head_size": 16}
     gdn = make_mixer(CCQConfig(**sizes, **ALL["gated deltanet"]), 0)
     mamba2 = make_mixer(CCQConfig(**sizes, **ALL["mamba2"]), 0)
-    for mixer, low in ((gdn, 0), (mamba2, 1)):
+    kda = make_mixer(CCQConfig(**sizes, **ALL["kda"]), 0)
+    for mixer, low in ((gdn, 0), (mamba2, 1), (kda, 1)):
         decay = mixer.A_log.exp()
         assert low <= decay.min() < low + 1
         assert 15 < decay.max() <= 16
@@ -585,7 +587,7 @@ def test_an_unknown_mixer_is_named():
         make_mixer(config, 0)
     with pytest.raises(ValueError, match="'gla' is registered already, by GatedLinearAttention"):
         register("gla")(Mixer)
-    assert {"gla", "gated_deltanet", "mamba2", "linear_attention", "retnet", "deltanet"} <= MIXERS.keys()
+    assert {"gla", "gated_deltanet", "mamba2", "linear_attention", "retnet", "deltanet", "kda"} <= MIXERS.keys()
 
 
 def test_mamba2_needs_its_convolution():

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ccq.model import CCQForCausalLM
 
-TYPES = ("gla", "gated_deltanet", "mamba2", "transformer")
+TYPES = ("gla", "gated_deltanet", "kda", "mamba2", "transformer")
 each_type = pytest.mark.parametrize("model_type", TYPES)
 
 # What fla's config classes write beside the sizes, version 0.5.
@@ -32,6 +32,11 @@ CONFIGS = {
     "gated_deltanet": {
         **_COMMON, **_BLOCK, "allow_neg_eigval": False, "attn": None, "attn_mode": "chunk", "conv_size": 4,
         "expand_v": 2.0, "head_dim": 8, "num_heads": 3, "num_v_heads": None, "use_gate": True, "use_short_conv": True,
+    },
+    "kda": {
+        **_COMMON, **_BLOCK, "allow_neg_eigval": False, "attn": None, "attn_mode": "chunk", "conv_size": 4,
+        "expand_v": 2.0, "head_dim": 8, "lower_bound": None, "num_heads": 3, "num_v_heads": None, "safe_gate": False,
+        "use_short_conv": True,
     },
     "mamba2": {
         **_COMMON, "A_init_range": [1, 16], "D_has_hdim": False, "chunk_size": 256, "conv_init": None,
@@ -61,6 +66,14 @@ LAYERS = {
         "attn.k_proj.weight": (24, 32), "attn.v_proj.weight": (48, 32), "attn.a_proj.weight": (3, 32),
         "attn.b_proj.weight": (3, 32), "attn.q_conv1d.weight": (24, 1, 4), "attn.k_conv1d.weight": (24, 1, 4),
         "attn.v_conv1d.weight": (48, 1, 4), "attn.g_proj.weight": (48, 32), "attn.o_norm.weight": (16,),
+        "attn.o_proj.weight": (32, 48), **_MLP,
+    },
+    "kda": {
+        "attn_norm.weight": (32,), "attn.A_log": (3,), "attn.dt_bias": (24,), "attn.q_proj.weight": (24, 32),
+        "attn.k_proj.weight": (24, 32), "attn.v_proj.weight": (48, 32), "attn.q_conv1d.weight": (24, 1, 4),
+        "attn.k_conv1d.weight": (24, 1, 4), "attn.v_conv1d.weight": (48, 1, 4), "attn.f_proj.0.weight": (16, 32),
+        "attn.f_proj.1.weight": (24, 16), "attn.b_proj.weight": (3, 32), "attn.g_proj.0.weight": (16, 32),
+        "attn.g_proj.1.weight": (48, 16), "attn.g_proj.1.bias": (48,), "attn.o_norm.weight": (16,),
         "attn.o_proj.weight": (32, 48), **_MLP,
     },
     "mamba2": {

@@ -24,6 +24,7 @@ SYSTEMS = (
     "ccq-linear-attention",
     "ccq-retnet",
     "ccq-deltanet",
+    "ccq-kda",
     "ccq-mamba2",
     "ccq-gla-hedgehog",
     "ccq-gla+base-conv",  # as zoology's recall models: its convolution in layer 0, the mixer in layer 1

@@ -54,13 +54,30 @@ def gated_deltanet_layer(x, w):
     return (rms(o, w["attn.o_norm.weight"]) * F.silu(gate)).flatten(-2)
 
 
-@pytest.mark.parametrize(("model_type", "mix"), [("gla", gla_layer), ("gated_deltanet", gated_deltanet_layer)])
+def kda_layer(x, w):
+    from fla.ops.kda.gate import naive_kda_gate
+    from fla.ops.kda.naive import naive_recurrent_kda
+
+    q, k, v = (conv(x @ w[f"attn.{name}_proj.weight"].T, w[f"attn.{name}_conv1d.weight"]) for name in "qkv")
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (heads(q, 8), heads(k, 8)))
+    f, gate = (x @ w[f"attn.{name}_proj.0.weight"].T @ w[f"attn.{name}_proj.1.weight"].T for name in "fg")
+    g = naive_kda_gate(heads(f, 8), w["attn.A_log"], w["attn.dt_bias"])
+    o, _ = naive_recurrent_kda(q, k, heads(v, 16), g, (x @ w["attn.b_proj.weight"].T).sigmoid())
+    gate = heads(gate + w["attn.g_proj.1.bias"], 16)
+    return (rms(o, w["attn.o_norm.weight"]) * gate.sigmoid()).flatten(-2)
+
+
+LAYERS = {"gla": gla_layer, "gated_deltanet": gated_deltanet_layer, "kda": kda_layer}
+
+
+@pytest.mark.parametrize(("model_type", "mix"), LAYERS.items())
 def test_logits_are_those_of_flas_equations(model_type, mix, source, tmp_path):
     """fla's block and layer written out around its naive recurrence, on the tensors as fla names them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fla's, where there is no GPU
         __import__("fla.ops.gla.naive")
         __import__("fla.ops.gated_delta_rule.naive")
+        __import__("fla.ops.kda.gate")
     tensors = make_tensors(model_type)
     convert(source(model_type, tensors), tmp_path / "ours")
     ids = tokens(2, 70, vocabulary=64)
@@ -143,7 +160,7 @@ def test_there_and_back(model_type, source, tmp_path):
     assert configs[0]["architectures"] == ["CCQForCausalLM"]
 
 
-@pytest.mark.parametrize("system", ["gla", "gated-deltanet", "mamba2", "transformer"])
+@pytest.mark.parametrize("system", ["gla", "gated-deltanet", "kda", "mamba2", "transformer"])
 def test_our_presets_go_to_fla_and_return(system, tmp_path):
     """In bf16, whose A_log, dt_bias and D stay fp32."""
     torch.manual_seed(0)
@@ -172,9 +189,9 @@ def test_our_presets_go_to_fla_and_return(system, tmp_path):
 def test_expansions_give_the_sizes_back(hidden, heads, key, value):
     """fla multiplies and cuts, and 22 * (15 / 22) is below 15 in floating point."""
     sizes = {"hidden_size": hidden, "num_heads": heads, "key_size": key, "value_size": value}
-    for model_type in ("gla", "gated_deltanet"):
+    for model_type in ("gla", "gated_deltanet", "kda"):
         family = FAMILIES[model_type]
-        config = CCQConfig(mixer=family.mixer, unit_qk=model_type == "gated_deltanet", **sizes)
+        config = CCQConfig(mixer=family.mixer, unit_qk=family.needs["unit_qk"], **sizes)
         back, _ = our_config(fla_config(config)[1])
         assert {name: getattr(back, name) for name in sizes} == sizes
 
@@ -182,12 +199,12 @@ def test_expansions_give_the_sizes_back(hidden, heads, key, value):
 # Cleaning
 
 
-@pytest.mark.parametrize("model_type", ["gla", "gated_deltanet", "mamba2"])
+@pytest.mark.parametrize("model_type", ["gla", "gated_deltanet", "kda", "mamba2"])
 def test_cleaning_changes_little_and_nothing_at_zero(model_type, source, tmp_path):
     folder = source(model_type)
     convert(folder, tmp_path / "plain")
     report = convert(folder, tmp_path / "clean", clean=True)
-    assert report.config.normalize == ("unit" if model_type == "gated_deltanet" else "stats")
+    assert report.config.normalize == ("unit" if FAMILIES[model_type].needs["unit_qk"] else "stats")
     ids = tokens(2, 130, vocabulary=64)
     ref = logits(tmp_path / "plain", ids)
     model = CCQForCausalLM.from_pretrained(tmp_path / "clean").eval()
@@ -237,6 +254,7 @@ def test_attention_cannot_be_cleaned(source, tmp_path):
         ({"intermediate_size": None}, "intermediate_size: expected a size"),
         ({"mixer": "retnet"}, "mixer: expected one of gla, .* got 'retnet'"),
         ({"mixer": "gated_deltanet"}, "unit_qk: expected True, got False"),
+        ({"mixer": "kda", "unit_qk": True, "output_gate": False}, "output_gate: expected True, got False"),
     ],
 )
 def test_what_fla_does_not_have(changes, message, tmp_path):

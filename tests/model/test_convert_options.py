@@ -41,6 +41,8 @@ REFUSED = [
     ("gated_deltanet", {"allow_neg_eigval": True}, "allow_neg_eigval: expected False"),
     ("gated_deltanet", {"expand_v": 1.3}, "expand_v: expected a whole number of channels"),
     ("gated_deltanet", {"norm_first": True}, "norm_first: expected False"),
+    ("kda", {"safe_gate": True, "lower_bound": -5.0}, "(?s)safe_gate: expected False.*lower_bound: expected None"),
+    ("kda", {"num_v_heads": 6}, "num_v_heads: expected num_heads = 3, got 6"),
     ("mamba2", {"use_bias": True}, "use_bias: expected False"),
     ("mamba2", {"use_conv_bias": False}, "use_conv_bias: expected True"),
     ("mamba2", {"norm_before_gate": True}, "norm_before_gate: expected False"),
@@ -85,7 +87,7 @@ def test_layers_that_fla_has_not_are_refused(system, tmp_path):
     [
         ("gated_delta_net", "Did you mean 'gated_deltanet'"),
         ("glaa", "Did you mean 'gla'"),
-        ("llama", "expected one of gla, gated_deltanet, mamba2, transformer, ccq, got 'llama'"),
+        ("llama", "expected one of gla, gated_deltanet, kda, mamba2, transformer, ccq, got 'llama'"),
         (None, "got None"),
         (["gla"], r"got \['gla'\]"),
     ],

@@ -200,6 +200,27 @@ FAMILIES = {
         needs={**_PLAIN, "feature_map": "identity", "unit_qk": True},
         unused=(".attn.D",),
     ),
+    "kda": Family(
+        mixer="kda",
+        architecture="KDAForCausalLM",
+        reads={
+            **_SHARED, **_MLP, "head_dim": 128, "num_heads": 16, "num_v_heads": None, "expand_v": 1.0,
+            "use_short_conv": True, "conv_size": 4,
+        },
+        only={
+            **_BLOCK, **_HYBRID,
+            "allow_neg_eigval": ((False,), "our beta ends at 1, not at 2"),
+            "safe_gate": ((False,), "our log-decays have no lower bound"),
+            "lower_bound": ((None,), "our log-decays have no lower bound"),
+        },
+        former={**_FORMER_BLOCK, **_FORMER_CONV},
+        ignored=("attn_mode", *_TRAINING),
+        names=_ATTN_NAMES,
+        same={"num_heads": "num_heads", "key_size": "head_dim"},
+        options=_gated_deltanet,
+        fla_options=_gated_deltanet_back,
+        needs={**_PLAIN, "feature_map": "identity", "unit_qk": True, "output_gate": True},
+    ),
     "mamba2": Family(
         mixer="mamba2",
         architecture="Mamba2ForCausalLM",

@@ -1,7 +1,7 @@
 """The memory of linear attention: write k v^T at each token, forget, read with q. One definition for every backbone.
 
     S_t = exp(g_t) S_{t-1} + k_t v_t^T                                      (additive: RetNet, GLA, Mamba2, ...)
-    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T    (delta rule: DeltaNet, Gated DeltaNet)
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T  (delta rule: DeltaNet, Gated DeltaNet, KDA)
     o_t = scale * S_t^T q_t
 
 B sequences (or N packed ones), T tokens, H query and key heads, Hv value heads (a multiple of H: value head h belongs
@@ -37,7 +37,7 @@ def recurrence(
 
     Args:
         g: log-decay, at most 0: one a value head [B, T, Hv], one a channel [B, T, H, K], or None for no decay.
-        beta: strength of the delta rule, with a decay a head or none; None writes additively.
+        beta: strength of the delta rule; None writes additively.
         scale: of the read, K^-0.5 unless given.
         initial_state: what the sequences begin with, fp32 (fp64 for fp64 inputs).
         output_final_state: whether to return the state after the last token.
@@ -85,8 +85,6 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, backend) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
-    if beta is not None and g is not None and g.ndim == 4:
-        raise ValueError(f"g: expected one decay a head with beta (the delta rule), got {tuple(g.shape)}")
     if backend not in BACKENDS:
         raise ValueError(
             f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}.{nearest(backend, BACKENDS)}"

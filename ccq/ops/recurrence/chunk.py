@@ -82,14 +82,15 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
     with exact_matmul(q) if q.is_cuda else no_autocast(q):
         q, k, u = grid(q) * scale, grid(k), grid(v)
         read, write, decays = q, k, None  # what meets the state before the chunk, and what adds to it
+        # the delta rule asks how k meets the earlier ones, as the read asks it of q
+        both = q[None] if beta is None else torch.stack([q, k.expand_as(q)])
         if g is None:
-            scores = (q @ k.mT).tril()
+            scores = (both @ k.mT).tril()
         elif g.ndim == 4:
-            scores, up_to, behind = channel_scores(q, k, grid(g))
+            scores, up_to, behind = channel_scores(both, k, grid(g))
         else:
             g = grid(g[..., None])
-            pairs, up_to, behind = spans(g), g.cumsum(-2), after(g)
-            scores = (q @ k.mT) * pairs
+            scores, up_to, behind = both @ k.mT * spans(g), g.cumsum(-2), after(g)
         if g is not None:
             read, write = q * up_to.exp(), k * behind.exp()
             decays = up_to[..., -1, :].exp()[..., None].split(layout.counts)  # [n, H, G, 1 or K, 1]
@@ -98,14 +99,14 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
             strength = grid(beta[..., None])
             # u = u_0 - w S, linear in the state before the chunk: both are solved for at once
             known = torch.cat([strength * u, strength * (k if g is None else k * up_to.exp())], -1)
-            system = strength * (k @ k.mT if g is None else k @ k.mT * pairs)
+            system = strength * scores[1]
             u, w = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
                 [v.shape[-1], key_size], -1
             )
             seen = w.split(layout.counts)
 
         outputs, finished = [], []
-        parts = zip(*(x.split(layout.counts) for x in (read, write, u, scores)), strict=True)
+        parts = zip(*(x.split(layout.counts) for x in (read, write, u, scores[0])), strict=True)
         for i, (read_i, write_i, u_i, scores_i) in enumerate(parts):
             running = layout.counts[i]
             if running < state.shape[0]:

@@ -35,6 +35,11 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
         from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32
 
         return chunk_delta_rule(q, k, v, beta, **options)
+    if g is not None and g.ndim == 4:
+        from fla.ops.kda import chunk_kda
+
+        g = g if group == 1 else g.repeat_interleave(group, 2)
+        return chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g

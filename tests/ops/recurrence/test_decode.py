@@ -23,6 +23,8 @@ WRITES = {
     "gated deltanet": ("scalar", True, 1),
     "gated deltanet, grouped": ("scalar", True, 3),
     "gla, grouped": ("channel", False, 2),
+    "kda": ("channel", True, 1),
+    "kda, grouped": ("channel", True, 2),
 }
 CLEANINGS = {
     "none": None,

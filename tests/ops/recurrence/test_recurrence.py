@@ -23,7 +23,7 @@ from ccq.ops.recurrence.chunk import CHUNK
 recurrence = checked(module.recurrence)
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
-KINDS = ("plain", "scalar", "channel", "delta", "gated delta")
+KINDS = ("plain", "scalar", "channel", "delta", "gated delta", "channel delta")
 DECAYS = (0.0, -1e-4, -5.0, -50.0)
 LENGTHS = (1, 2, 3, 63, 64, 65, 100, 257)
 PACKED = ([3, 0, 65], [0, 64, 1, 130], [5, 70, 0, 0], [0, 0], [1], [64, 64], [2, 129, 2, 66, 128])
@@ -76,7 +76,7 @@ def make_case(
     q, k = normal(B, T, H, K), normal(B, T, H, K)
     case |= {"q": q, "k": unit_vector(k) if delta else k, "v": normal(B, T, H * G, V)}
     if kind not in ("plain", "delta"):
-        shape = (B, T, H, K) if kind == "channel" else (B, T, H * G)
+        shape = (B, T, H, K) if "channel" in kind else (B, T, H * G)
         if decays is None:
             case["g"] = -normal(*shape).square() / 4
         else:
@@ -133,7 +133,7 @@ def test_packed_sequences_are_separate(kind, lengths):
 
 
 @pytest.mark.parametrize("decay", [*((d,) for d in DECAYS), DECAYS], ids=str)
-@pytest.mark.parametrize("kind", ["scalar", "channel", "gated delta"])
+@pytest.mark.parametrize("kind", ["scalar", "channel", "gated delta", "channel delta"])
 def test_no_decay_overflows_or_drowns_its_neighbour(kind, decay):
     """Sums of 64 times -50 beside steps of 1e-4: in fp32 a difference of such sums has no digits left of the step."""
     case = make_case(kind, T=130, B=1, decays=decay, state=True)
@@ -215,6 +215,7 @@ def others(kind: str):
     from fla.ops.delta_rule.naive import delta_rule_recurrence
     from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
     from fla.ops.gla.naive import naive_recurrent_gla
+    from fla.ops.kda.naive import naive_chunk_kda, naive_recurrent_kda
     from fla.ops.simple_gla.naive import naive_chunk_simple_gla, naive_recurrent_simple_gla
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -233,6 +234,14 @@ def others(kind: str):
                 lambda o, S: (o.transpose(1, 2), S)
             )(*delta_rule_recurrence(*(x.transpose(1, 2) for x in (q, k, v, beta)), **options(initial_state))),
         )  # fmt: skip
+    if kind == "channel delta":
+        for f, more in ((naive_recurrent_kda, {}), (naive_chunk_kda, {"chunk_size": 50})):
+            yield (
+                f.__name__,
+                lambda q, k, v, g, beta, initial_state, f=f, more=more: f(
+                    q, k, v, g, beta, **options(initial_state), **more
+                ),
+            )
     if kind == "gated delta":
         for f in (naive_recurrent_gated_delta_rule, naive_chunk_gated_delta_rule):
             yield (
@@ -250,7 +259,7 @@ def others(kind: str):
             )
 
 
-@pytest.mark.parametrize("kind", ["scalar", "channel", "delta", "gated delta"])
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_same_as_other_implementations(fla, kind):
     case = cast(make_case(kind, T=100, K=16, V=32, state=True), torch.float32)
     got = results(ours, case)
@@ -288,10 +297,14 @@ def fake(monkeypatch, package: str, name: str, calls: list) -> None:
     def stand_in(q, k, v, *rest, scale, initial_state, output_final_state, cu_seqlens, **options):
         calls.append(name)
         assert isinstance(scale, float)
-        assert options == ({"use_qk_l2norm_in_kernel": False} if name == "chunk_gated_delta_rule" else {})
-        assert q.shape[2] == v.shape[2] or name == "chunk_gated_delta_rule", "only that one groups value heads"
+        grouping = name in ("chunk_gated_delta_rule", "chunk_kda")
+        assert options == ({"use_qk_l2norm_in_kernel": False} if grouping else {})
+        assert q.shape[2] == v.shape[2] or grouping, "only these group value heads"
         g, beta = {"chunk_delta_rule": (None, rest[0])}.get(name) or (rest + (None,))[:2]
-        assert g is None or g.ndim == (4 if name == "chunk_gla" else 3)
+        assert g is None or g.ndim == (4 if name in ("chunk_gla", "chunk_kda") else 3)
+        if name == "chunk_kda":  # its decays are the value heads', ours the key heads'
+            assert g.shape == (*v.shape[:3], q.shape[3])
+            g = g[:, :, :: v.shape[2] // q.shape[2]]
         tail = (initial_state, output_final_state, cu_seqlens)
         return chunk.run(q, k, v, g, beta, scale, *tail)
 
@@ -307,6 +320,7 @@ def fake(monkeypatch, package: str, name: str, calls: list) -> None:
         ("delta", torch.bfloat16, "chunk_delta_rule"),
         ("delta", torch.float32, "chunk_gated_delta_rule"),  # fla's delta rule without a decay refuses fp32
         ("gated delta", torch.float32, "chunk_gated_delta_rule"),
+        ("channel delta", torch.float32, "chunk_kda"),
     ],
 )
 @pytest.mark.parametrize("group", [1, 2])
@@ -317,6 +331,7 @@ def test_fla_is_called_as_it_asks(fla, monkeypatch, kind, dtype, expected, group
         ("fla.ops.simple_gla", "chunk_simple_gla"),
         ("fla.ops.delta_rule", "chunk_delta_rule"),
         ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        ("fla.ops.kda", "chunk_kda"),
     ):
         fake(monkeypatch, package, name, calls)
     case = make_case(kind, T=5, G=group, state=True)
@@ -347,7 +362,6 @@ def test_flops_count_the_matrix_products(monkeypatch):
         ({"v": torch.zeros(2, 5, 3, 8)}, r"v: expected shape \[2, 5, Hv, V\], Hv a multiple of q's 2 heads"),
         ({"g": torch.zeros(2, 5, 1)}, r"g: expected shape \(2, 5, 2\) or \(2, 5, 2, 8\), got \(2, 5, 1\)"),
         ({"beta": torch.zeros(2, 5, 3)}, r"beta: expected shape \(2, 5, 2\), got \(2, 5, 3\)"),
-        ({"beta": torch.zeros(2, 5, 2), "g": torch.zeros(2, 5, 2, 8)}, "g: expected one decay a head"),
         ({"initial_state": torch.zeros(2, 2, 8, 5)}, "initial_state: expected torch.float32 of shape"),
         ({"initial_state": torch.zeros(2, 2, 8, 6).double()}, "initial_state: expected torch.float32 of shape"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "q: expected batch size 1 with cu_seqlens"),
