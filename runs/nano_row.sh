@@ -43,14 +43,14 @@ if [ ! -f "$run/model/config.json" ]; then
   $ccq export "$run" "$run/model" --dtype bf16
 fi
 evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${STAGE:+--stage $STAGE} "$@"; }
-evaluate --suite niah --lengths 1024,2048,4096,8192 --limit 100 --keys odd
+evaluate --suite niah --sizing full --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 evaluate --suite length --limit 20 # nine lengths from 4,096 to 20,480, seven corpora
 analyze() { [ -f "$run/analysis/$1_model.json" ] || $ccq analyze "$1" "$run/model" --out "$run/analysis" "${@:2}"; }
 case $row in ccq_*) analyze gate --run "$run" ;; esac
 [ "$seed" != 0 ] || analyze alignment # what one seed can show
 case $row in
   ccq_gated_deltanet* | ccq_*_conv) # GLA without a convolution finds no needle at this size: nothing to switch off
-    off() { $ccq analyze intervene "$run/model" --suite niah --off --limit 100 --keys odd ${EVAL:+--data "$EVAL"} "$@"; }
+    off() { $ccq analyze intervene "$run/model" --suite niah --sizing full --off --limit 100 --keys odd ${EVAL:+--data "$EVAL"} "$@"; }
     off --tasks niah_single_1 --lengths 1024,4096,16384,102400 --out "$run/intervene/passkey"
     off --tasks niah_single_2,niah_single_3 --lengths 1024,4096,16384 --out "$run/intervene/others"
     ;;

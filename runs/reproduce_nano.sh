@@ -52,7 +52,7 @@ pico() { # ROW FOLDER [OPTION...]
   ccq train ${row}_pico --data.path runs/pico/data/train --data.valid-path runs/pico/data/valid --run-dir $out/runs/$name \
     --steps 3800 --optimizer.warmup 190 "$@" &&
     ccq export $out/runs/$name $out/models/$name --dtype bf16 &&
-    ccq eval $out/models/$name --suite niah --lengths 512,1024,2048,4096 --limit 100 --keys odd --data "$DATA/eval" \
+    ccq eval $out/models/$name --suite niah --sizing full --lengths 512,1024,2048,4096 --limit 100 --keys odd --data "$DATA/eval" \
       --out $out/scored/$name &&
     ccq eval $out/models/$name --suite length --tasks pg19,govreport,elife --lengths 512,1024,2048,4096,8192,16384 \
       --limit 24 --data "$DATA/eval" --out $out/scored/$name
@@ -81,7 +81,7 @@ done
 #    what the gate of the one with CCQ does, and what is missed without its cleaning; a quarter of an hour on two cores
 ccq analyze gate ccq-gla-pico --out benchmarks/results/pico/ccq-gla-conv-pico/analysis
 ccq analyze margin ccq-gla-pico --out benchmarks/results/pico/ccq-gla-conv-pico/analysis
-ccq analyze intervene ccq-gla-pico --suite niah --tasks niah_single_1,niah_single_2 --lengths 512,1024,2048,4096 --limit 100 \
+ccq analyze intervene ccq-gla-pico --suite niah --sizing full --tasks niah_single_1,niah_single_2 --lengths 512,1024,2048,4096 --limit 100 \
   --keys odd --data "$DATA/eval" --off --out runs/pico/intervene
 cp runs/pico/intervene/intervene.json benchmarks/results/pico/ccq-gla-conv-pico/analysis/
 pack

@@ -200,6 +200,7 @@ def try_model(settings: Settings, out: Path, device: str) -> None:
         needles = Options(
             out=out,
             tasks=("niah_single_1", "niah_book"),
+            sizing="full",  # RULER's steps of 500 words exceed the shortest
             lengths=settings.needle_lengths,
             limit=settings.needle_samples,
             answer_tokens=settings.answer_tokens,

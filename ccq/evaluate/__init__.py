@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ccq.evaluate.errors import EvaluationError
@@ -94,6 +95,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         if options.stage == "score":
             identity["origin"] = provenance()
         responses = Responses(answers_path, identity)
+        check_replaced(done, asked, responses, out)
         if options.stage == "all":
             asked.save(requests)
         ask(model, asked, responses, options, suite)
@@ -134,6 +136,18 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
                 responses.add(waiting)
     if engine.shared.contexts or engine.shared.used:
         responses.add([{"key": "shared_prefill", **engine.shared.to_json()}])
+
+
+def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
+    """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
+    left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
+    if done and done["finished"] and left:
+        now = {name: asked.settings.get(name) for name in done["settings"] if name != "max_length"}
+        differ = [name for name, new in now.items() if new != done["settings"][name]]
+        raise EvaluationError(
+            f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
+            "take another --out, or --again to replace it"
+        )
 
 
 def work(request) -> float:

@@ -1,12 +1,12 @@
 """RULER's single-needle tasks, niah_single_1/2/3 (S-NIAH-1/2/3), at any length.
 
 Template, needle, keys, values, depths, haystack, answer prefix and score are RULER's (NVIDIA/RULER, niah.py in
-scripts/data/synthetic, and scripts/eval); two things are not:
+scripts/data/synthetic, and scripts/eval); two things need not be:
 
-- How large the haystack is. "largest": for each sample the largest that fits with the 128 tokens of the answer (or
-  more, where more are asked for). "ruler": as RULER does since June 2025: one size by bisection over drawn samples, and
-  a sample that does not fit is drawn again with 500 words (25 or 5 noise units) less, so that many prompts of 1K are
-  half as long. "lm-eval": what lm-evaluation-harness 0.4.13 builds, in the same steps.
+- How large the haystack is, where it is not sized as "ruler" does since June 2025: one size by bisection over drawn
+  samples, and a sample that does not fit is drawn again with 500 words (25 or 5 noise units) less, so that many prompts
+  of 1K are half as long. "full": for each sample the largest that fits with the 128 tokens of the answer (or more,
+  where more are asked for). "lm-eval": what lm-evaluation-harness 0.4.13 builds, in the same steps.
 - Samples are drawn by our counter-based generator: sample i of (seed, task, length) is the same whatever ran before and
   on every machine. They are frozen in a file whose hash is in the result.
 """
@@ -53,7 +53,8 @@ PROMPT = (
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
 DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
-SIZINGS = ("largest", "ruler", "lm-eval")
+SIZINGS = ("ruler", "full", "lm-eval")
+TRIES = 100  # of RULER's to draw a needle that fits where the haystack can shrink no more: it has no end to them
 KEYS = ("all", "odd")
 GENERATOR = 1  # raise it with any change to what is drawn
 
@@ -249,7 +250,7 @@ class Sizer:
                 f"--lengths: {self.length} is too short for {self.task}: its prompt without a haystack has {empty} "
                 f"tokens and the answer {self.answer}, {empty + self.answer} in all"
             )
-        if self.sizing == "largest":
+        if self.sizing == "full":
             self.start = max(1, largest(self._counts(model), self.room, 1))
         elif self.sizing == "ruler":
             self.start = self._start_of_ruler()
@@ -262,19 +263,24 @@ class Sizer:
     def sample(self, index: int) -> tuple[Needle, int]:
         """The needle of a sample, and the size of its haystack."""
         needle = self.drawn(index)
-        if self.sizing == "largest":
+        if self.sizing == "full":
             size = largest(self._counts(needle), self.room, self.start)
         elif self.sizing == "ruler":
-            size, again = self.start, 0
-            while size > 0 and self._counts(needle)(size) > self.room:  # RULER draws the whole sample again
-                size, again = size - self.step, again + 1
+            size, again, least = self.start, 0, 0
+            while self._counts(needle)(size) > self.room and least < TRIES:  # RULER draws the whole sample again
+                size, least = (size - self.step, 0) if size > self.step else (size, least + 1)
+                again += 1
                 needle = self.drawn(f"{index}, again {again}")
+            size = -1 if least == TRIES else size
         else:
             size = next(
                 (size for size in range(self.start, 0, -self.step) if self._question(size, needle) <= self.room), -1
             )
-        if size < (1 if self.sizing == "ruler" else 0):
-            raise EvaluationError(f"--lengths: {self.length} is too short for the needle {needle}")
+        if size < 0:
+            raise EvaluationError(
+                f"--lengths: {self.length} is too short for {self.task} with --sizing {self.sizing}: no sample fits "
+                f"(--sizing full goes down to the shortest)"
+            )
         return needle, size
 
     @property
@@ -345,7 +351,7 @@ def build(options, tokenizer) -> RequestSet:
     settings["sample_files"] = hashes
     settings["least_filled"] = fill
     sized = {
-        "largest": "the largest haystack that fits",
+        "full": "the largest haystack that fits",
         "ruler": "haystacks sized as RULER does",
         "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
     }[options.sizing]
@@ -442,7 +448,7 @@ SUITE = Suite(
     options=(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
-        Option("sizing", "how large the haystack is", choices=SIZINGS, default="largest"),
+        Option("sizing", "how large the haystack is", choices=SIZINGS, default="ruler"),
         Option("keys", "'odd' takes those that training never saw", choices=KEYS, default="all"),
         SEED,
     ),

@@ -21,6 +21,7 @@ from ccq.report.results import (
     VALID,
     Interval,
     Results,
+    asked_otherwise,
     distinct,
     mean,
     mean_bounds,
@@ -194,6 +195,8 @@ class Pairing:
     def limit(self, better: str) -> str:
         """Why the scores say nothing of the two."""
         for one, two in self.estimates.values():
+            if differ := asked_otherwise(one.sources, two.sources):
+                return differ
             if one.tokens is not None and two.tokens is not None and one.tokens != two.tokens:
                 return f"trained for {one.tokens:,} against {two.tokens:,} tokens"
         values = [value for both in self.estimates.values() for estimate in both for value in estimate.values]

@@ -63,6 +63,7 @@ class Record:
     possible: Interval = (0.0, 100.0)  # what values can be: per cent, unless told
     known: Interval | None = None  # over test samples, where the file gives it
     slices: tuple[dict, ...] = ()  # ... or what it is drawn from
+    of: tuple[str, ...] = ()  # of an average: the settings that it is over
     notes: tuple[str, ...] = ()
 
     @property
@@ -107,6 +108,7 @@ def of_evaluations(found: Collection) -> Iterator[Record]:
                 None if source.run is None else validation(source.run),
                 (1.0, math.inf) if score.get("aggregate") == "perplexity" else (0.0, 100.0),
                 (bounds[0], bounds[1]) if bounds and None not in bounds else None, notes=tuple(notes),
+                of=tuple(score.get("of") or ()),
             )  # fmt: skip
 
 
@@ -147,7 +149,51 @@ def of_sweeps(found: Collection) -> Iterator[Record]:
         for setting, of in parts:
             value = 100 * mean(part["accuracy"] for part in of)
             yield Record(row, "recall", setting, value, source, source.content["name"],
-                         source.content["valid"]["accuracy"], slices=of)  # fmt: skip
+                         source.content["valid"]["accuracy"], slices=of,
+                         of=tuple(slices) if setting == "average" else ())  # fmt: skip
+
+
+def comparable(records: list[Record]) -> list[Record]:
+    """The records, each average taken over what all models of its size were asked, and saying so where that is less."""
+    asked: dict[tuple, list[tuple[str, ...]]] = {}
+    for record in records:
+        if record.of:
+            asked.setdefault((record.suite, record.setting, record.row.size), []).append(record.of)
+    values = {(id(record.source), record.setting): record for record in records if not record.of}
+    made = []
+    for record in records:
+        lists = asked.get((record.suite, record.setting, record.row.size), []) if record.of else []
+        shared = [name for name in record.of if all(name in names for names in lists)]
+        if shared == list(record.of):
+            made.append(record)
+        elif parts := [
+            part for name in shared if (part := values.get((id(record.source), name))) and part.value is not None
+        ]:
+            note = f"mean over the {len(shared)} that all were asked of {len(record.of)}: {', '.join(shared)}"
+            made.append(replace(record, value=mean(part.value or 0.0 for part in parts), known=None,
+                                slices=tuple(x for part in parts for x in part.slices),
+                                notes=(*record.notes, note)))  # fmt: skip
+    return made
+
+
+HOW = ("sizing", "keys", "seed", "max_new_tokens", "vocabulary", "tokens")  # settings that decide what a score means
+
+
+def asked_how(source: Source) -> dict[str, Any]:
+    """How an evaluation was asked, as far as it says; the sizing that is called full was once called largest."""
+    settings = source.content.get("settings") or {}
+    known = {name: settings[name] for name in HOW if name in settings} if source.kind == "eval" else {}
+    return known | ({"sizing": "full"} if known.get("sizing") == "largest" else {})
+
+
+def asked_otherwise(one: Iterable[Source], two: Iterable[Source]) -> str:
+    """What two sides were not asked alike, in words; "" if they were."""
+    sides = [[asked_how(source) for source in side] for side in (one, two)]
+    for name in HOW:
+        told = [sorted({str(how[name]) for how in side if name in how}) for side in sides]
+        if all(told) and told[0] != told[1]:
+            return f"not asked the same: {name} {', '.join(told[0])} against {', '.join(told[1])}"
+    return ""
 
 
 @dataclass
@@ -254,7 +300,7 @@ class Results:
 
     def __init__(self, found: Collection) -> None:
         self.found = found
-        self.records = [*of_evaluations(found), *of_runs(found), *of_sweeps(found)]
+        self.records = comparable([*of_evaluations(found), *of_runs(found), *of_sweeps(found)])
         self.index: dict[tuple[Identity, str], list[Record]] = {}
         for record in self.records:
             self.index.setdefault((record.row, record.suite), []).append(record)
@@ -286,6 +332,10 @@ class Results:
         runs = [mine[names[0]] for mine in having.values() if (names := settings_like(mine, pattern))]
         whole = [r for r in runs if not r.source.content.get("quick_look")] or runs  # a quick look, if no other
         notes = []
+        rulers = [r for r in whole if asked_how(r.source).get("sizing") == "ruler"]
+        if rulers and len(rulers) < len(whole):  # what the paper asked
+            whole = rulers
+            notes.append("with haystacks sized as RULER does; those sized otherwise are left out")
         if left := sorted({r.seed for r in runs if r.seed is not None} - {r.seed for r in whole}):
             notes.append(f"quick looks left out, of seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}")
         used = counted(whole)

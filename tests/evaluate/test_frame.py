@@ -18,7 +18,7 @@ from ccq.files import finite
 LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
 SUITES = {
     "lm": {"max_lengths": (96,), "tasks": ("piqa", "wikitext")},
-    "niah": {"lengths": (512,), "limit": 1},
+    "niah": {"lengths": (512,), "limit": 1, "sizing": "full"},
     "length": {"lengths": (64, 128)},
     "longbench": {"max_lengths": (768,), "limit": 1},
     "mqar": {"lengths": (64,), "limit": 2},
@@ -111,6 +111,19 @@ def test_a_finished_run_is_not_run_again_unless_asked(llama, tokenizer, data, tm
     again = evaluate(llama, tokenizer, "length", options)
     assert len(asked) == first["samples"]["requests"]
     assert again["scores"] == json.loads(json.dumps(first["scores"]))
+
+
+def test_a_finished_result_gives_way_only_to_one_that_asks_more(llama, tokenizer, data, tmp_path):
+    first = evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=2))
+    with pytest.raises(
+        EvaluationError, match=r"length.json is a finished result that was asked otherwise \(corpora, lengths\)"
+    ):
+        evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=2, lengths=(64, 96)))
+    assert json.loads((tmp_path / "length.json").read_text()) == json.loads(json.dumps(first))
+    more = evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=3))
+    assert more["samples"]["requests"] > first["samples"]["requests"]
+    other = evaluate(llama, tokenizer, "length", length_options(tmp_path, data, lengths=(64, 96), again=True))
+    assert other["settings"]["lengths"] == [64, 96]
 
 
 def test_what_is_finished_stays_if_running_it_again_fails(llama, tokenizer, data, tmp_path):

@@ -11,7 +11,8 @@ from ccq.evaluate import EvaluationError, Options, evaluate, niah
 
 
 def options_of(tmp_path, data, **more):
-    return Options(out=tmp_path, data=data, lengths=more.pop("lengths", (1024,)), limit=more.pop("limit", 4), **more)
+    more = {"lengths": (1024,), "limit": 4, "sizing": "full"} | more
+    return Options(out=tmp_path, data=data, **more)
 
 
 def written(asked, tokenizer):
@@ -66,7 +67,7 @@ def test_sizing_of_ruler_is_one_size_and_whole_steps_below_it(data, tokenizer, t
         sizes.append(size)
     assert {(sizer.start - size) % step for size in sizes} == {0}
     assert len(set(sizes)) > 1 or task == "niah_single_1"  # some essays are cut, so that not all prompts are full
-    fits = niah.Sizer(task, length, "largest", haystack, count, drawn(task, length))
+    fits = niah.Sizer(task, length, "full", haystack, count, drawn(task, length))
     full = [fits.sample(index)[1] for index in range(40)]
     assert min(full) - 1 <= sizer.start <= max(full) + 1  # near a border that each needle puts elsewhere
 
@@ -76,15 +77,28 @@ def test_sizing_of_ruler_refuses_a_length_that_one_step_exceeds(data, tokenizer)
     sizer = niah.Sizer(
         "niah_single_2", 400, "ruler", haystack, lambda t: len(tokenizer(t).input_ids), drawn("niah_single_2", 400)
     )
-    with pytest.raises(niah.EvaluationError, match="400 is too short"):
+    with pytest.raises(niah.EvaluationError, match="400 is too short for niah_single_2 with --sizing ruler"):
         sizer.sample(0)
+
+
+def test_sizing_of_ruler_draws_again_at_the_smallest_size_and_is_the_default(data):
+    """RULER shrinks while there is more than a step to shrink by, and then draws needles until one fits."""
+    haystack = niah.Haystack("noise", data)
+    sizer = niah.Sizer("niah_single_1", 1024, "ruler", haystack, lambda text: 20, drawn("niah_single_1", 1024))
+    sizes, too_long = [], iter([True, True, True, False])
+    sizer.start = 8
+    sizer._counts = lambda needle: lambda size: sizes.append(size) or (900 + next(too_long))
+    sizer.room = 900
+    assert sizer.sample(0)[1] == 3
+    assert sizes == [8, 3, 3, 3]
+    assert Options(out=None).sizing == "ruler"
 
 
 @pytest.mark.parametrize("task", niah.TASKS)
 def test_the_haystack_is_the_largest_that_fits(data, tokenizer, task):
     haystack = niah.Haystack(niah.TASKS[task][0], data)
     count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
-    sizer = niah.Sizer(task, 700, "largest", haystack, count, drawn(task, 700))
+    sizer = niah.Sizer(task, 700, "full", haystack, count, drawn(task, 700))
     for index in range(5):
         needle, size = sizer.sample(index)
         lengths = [count(niah.render(task, haystack, n, needle)[0]) for n in (size, size + 1)]
@@ -99,13 +113,13 @@ def test_search_finds_the_border_from_any_guess(guess):
 
 def test_sizing_of_lm_eval_goes_in_its_steps(data, tokenizer, tmp_path):
     samples = {}
-    for sizing in ("largest", "lm-eval"):
+    for sizing in ("full", "lm-eval"):
         asked = niah.build(options_of(tmp_path / sizing, data, lengths=(4096,), sizing=sizing), tokenizer)
         samples[sizing] = {request.id: request for request in asked.requests}
         texts = written(asked, tokenizer)
     units = {text.count(niah.NOISE) for text in texts if niah.NOISE in text}
     assert all(n % 25 == 0 for n in units)
-    assert all(samples["lm-eval"][name].length <= samples["largest"][name].length for name in samples["largest"])
+    assert all(samples["lm-eval"][name].length <= samples["full"][name].length for name in samples["full"])
     assert asked.notes[0].startswith("sized as lm-evaluation-harness")
 
 
@@ -252,8 +266,7 @@ def test_a_length_without_room_is_refused(data, tokenizer, tmp_path):
 
 def test_a_longer_answer_takes_its_room_from_the_haystack(data, tokenizer, tmp_path):
     def built(tokens):
-        options = Options(out=tmp_path, data=data, lengths=(1024,), limit=3, answer_tokens=tokens)
-        return niah.build(options, tokenizer)
+        return niah.build(options_of(tmp_path, data, limit=3, answer_tokens=tokens), tokenizer)
 
     plain, short, long = built(None), built(24), built(400)
     assert [len(long.of(r)) for r in long.requests] < [len(plain.of(r)) for r in plain.requests]
@@ -268,7 +281,7 @@ def test_a_longer_answer_takes_its_room_from_the_haystack(data, tokenizer, tmp_p
 
 def test_keys_that_training_may_hold_are_noted(data, tokenizer, tmp_path):
     for keys, said in (("all", "also those that needle documents"), ("odd", "only those that training data")):
-        options = Options(out=tmp_path, data=data, lengths=(512,), limit=1, tasks=("niah_single_1",), keys=keys)
+        options = options_of(tmp_path, data, lengths=(512,), limit=1, tasks=("niah_single_1",), keys=keys)
         assert any(said in note for note in niah.build(options, tokenizer).notes)
 
 
@@ -294,7 +307,7 @@ def test_a_book_for_haystack_is_read_word_by_word_and_named(tokenizer, tmp_path)
     """The needle stands between sentences of the shipped book, whose words are otherwise as they are."""
     from ccq.shipped import book
 
-    told = Options(out=tmp_path, tasks=("niah_book",), lengths=(1500,), limit=3, keys="odd", answer_tokens=5)
+    told = options_of(tmp_path, None, tasks=("niah_book",), lengths=(1500,), limit=3, keys="odd", answer_tokens=5)
     asked = niah.build(told, tokenizer)
     words = " ".join(book()["stories"]).split()
     assert len(asked.requests) == 3

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from made_results import recall_run, sweep, text_run
+from made_results import evaluation, recall_run, sweep, text_run
 
 from ccq import cli
 from ccq.report import claims, page, paper
@@ -209,3 +209,66 @@ def test_what_holds_says_whether_it_survives_that_many_tests(tmp_path):
     verdict = judged(tmp_path, "ccq-gla", "gla", "valid:perplexity")
     assert (verdict.verdict, verdict.tests, verdict.survives) == (HOLDS, 2, True)
     assert "survives Holm's correction for 2 tests" in verdict.why
+
+
+# -- asked otherwise ---------------------------------------------------------------------------------------------------
+
+
+def needles(folder, name, value, sizing, **changes):
+    return evaluation(folder / f"{name}-{sizing}", "niah", {"niah_single_1/4096": (value, "mean")}, name,
+                      settings={"sizing": sizing}, **changes)  # fmt: skip
+
+
+def test_an_average_is_over_what_all_models_of_a_size_were_asked(tmp_path):
+    slices = {"64-4": (80.0, "mean"), "128-8": (40.0, "mean"), "256-16": (0.0, "mean")}
+    evaluation(tmp_path / "a", "mqar", slices, "gla-nano")
+    evaluation(tmp_path / "b", "mqar", {name: slices[name] for name in ("64-4", "128-8")}, "ccq-gla-nano")
+    evaluation(tmp_path / "c", "mqar", {"64-4": (20.0, "mean")}, "gla-pico")  # another size: it stands by itself
+    results = Results(collect([tmp_path]))
+    found = {row.system + row.size: results.estimate(row, "mqar:average") for row in results.rows("mqar")}
+    assert {name: estimate.value for name, estimate in found.items()} == {
+        "glanano": 60,
+        "ccq-glanano": 60,
+        "glapico": 20,
+    }
+    assert found["glanano"].notes == ["mean over the 2 that all were asked of 3: 64-4, 128-8"]
+    assert found["glanano"].over_samples is None  # the file's own is of all three
+    assert found["ccq-glanano"].notes == []
+    assert "mean over the 2 that all were asked of 3" in page.build(collect([tmp_path])).html
+
+
+def test_an_average_of_a_sweep_is_over_the_slices_that_all_were_tested_on(tmp_path):
+    runs = [recall_run(row, 3.16e-3, 1, 2000) for row in ("gla", "ccq_gla")]
+    del runs[1]["test"]["slices"][-1]
+    sweep(tmp_path / "x.json", runs, "seeds")
+    results = Results(collect([tmp_path]))
+    for row, run in zip(results.rows("recall"), runs, strict=True):
+        parts = run["test"]["slices"][: len(runs[1]["test"]["slices"])]
+        estimate = results.estimate(row, RECALL)
+        assert estimate.value == pytest.approx(100 * np.mean([part["accuracy"] for part in parts]))
+        assert estimate.over_samples == Record(row, "", "", 0, None, "", slices=tuple(parts)).interval
+
+
+def test_of_a_model_asked_in_two_sizings_rulers_counts(tmp_path):
+    needles(tmp_path, "gla-nano-seed0", 80.0, "largest")
+    needles(tmp_path, "gla-nano-seed0", 20.0, "ruler")
+    results = Results(collect([tmp_path]))
+    [row] = results.rows("niah")
+    estimate = results.estimate(row, "niah:niah_single_1/4096")
+    assert (estimate.value, len(estimate.notes)) == (20, 1)
+    assert "sized as RULER does" in estimate.notes[0]
+
+
+@pytest.mark.parametrize(("sizing", "verdict"), [("ruler", UNTESTABLE), ("largest", HOLDS)])
+def test_no_claim_is_judged_on_what_was_asked_otherwise(tmp_path, sizing, verdict):
+    """ "full" is what "largest" was called."""
+    for seed in range(3):
+        needles(tmp_path, f"gla-nano-seed{seed}", 20.0 + 5 * seed, "full")
+        needles(tmp_path, f"ccq-gla-nano-seed{seed}", 80.0 + 5 * seed, sizing)
+    found = collect([tmp_path])
+    row = next(row for row in Results(found).rows("niah") if row.system == "ccq-gla")
+    claim = {"system": "ccq-gla", "control": "gla", "where": ["niah:niah_single_1/4096"], "better": "higher"}
+    got = claims.score(claim, found, Results(found), paper.load())
+    assert got.verdict == verdict
+    assert got.detail.startswith("not asked the same: sizing ruler against full") == (verdict == UNTESTABLE)
+    assert row.size == "nano"
