@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ def load(name: str, *, device: Any = "cpu", dtype: Any = None) -> tuple[Any, Any
         ccq.shipped.ModelError: there is no such model, or a file of it is damaged.
         ccq.doctor.DeviceError: there is no such device, or it cannot compute in this dtype.
     """
+    from ccq.doctor import check_device
+
+    check_device(str(device))  # before anything takes its time
     tokenizer = load_tokenizer(name)
     return load_model(name, device, dtype), tokenizer
 
@@ -114,6 +118,15 @@ def load_tokenizer(name: str) -> Any:
     if not tokenizer("a").input_ids:  # transformers makes an empty one for a folder that has none
         raise NoTokenizerError(f"{name} has no tokenizer")
     return tokenizer
+
+
+def most_tokens(model: Any) -> int | None:
+    """The longest sequence that a model can take at all: as many as it has learned positions; None: any."""
+    from torch import nn
+
+    told = getattr(model.config, "max_position_embeddings", None)
+    tables = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and re.search(r"pos|wpe", name)]
+    return told if told and any(table.num_embeddings >= told for table in tables) else None
 
 
 def is_run(where: str) -> bool:

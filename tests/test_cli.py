@@ -120,3 +120,11 @@ def test_a_path_to_report_that_is_not_there_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path)])
     assert "nowhere is not there" in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_here_is_said_in_a_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    arguments = ["train", "ccq_gla_tiny", "--steps", "1", "--runtime.device", "cpu"]
+    assert cli.main([*arguments, "--model.backend", "triton"]) == 1
+    assert "ccq train: backend='triton' cannot run" in capsys.readouterr().err

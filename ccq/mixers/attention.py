@@ -116,9 +116,6 @@ class Attention(Mixer):
             for name in ("k", "v"):
                 state[name] = F.pad(state[name], (0, 0, 0, 0, 0, more))
 
-    def state_bytes(self, length: int = 0) -> int:
-        return 2 * length * self.key_heads * self.size * self.k_proj.weight.element_size() + 8
-
     def flops(self, length: int) -> float:
         """Two products with half of the sequence, on the average."""
         return 2 * 2 * self.heads * self.size * (length + 1) / 2

@@ -119,8 +119,12 @@ class Mixer(Owner):
 
     def state_bytes(self, length: int = 0) -> int:
         """Bytes to remember one sequence of `length` tokens, as stored, the covariance counted."""
-        dtype = next(module.weight.dtype for module in self.modules() if isinstance(module, nn.Linear))
-        return sum(x.nbytes for x in pytree.tree_leaves(self.new_state(1, "meta", dtype)))
+        return sum(x.nbytes for x in pytree.tree_leaves(self.new_state(1, "meta", self.dtype, length)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations, which is that of the matrices: what a module owns itself is fp32."""
+        return next(x.dtype for name, x in self.named_parameters() if x.ndim == 2 and "gate_weight" not in name)
 
     def flops(self, length: int) -> float:
         """Forward FLOPs a token, in a sequence of `length`, beyond those of the mixer's Linears."""

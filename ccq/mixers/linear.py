@@ -42,8 +42,8 @@ def plain(linear: nn.Linear, dtype: torch.dtype) -> bool:
 
 def project(x: Float[Tensor, "*B D"], linears: Sequence[nn.Linear], backend: str = "auto") -> list[Tensor]:
     """What each of the Linears makes of x."""
-    biased = any(linear.bias is not None for linear in linears)
-    if not biased and choose("linear", few_rows(x, linears), backend) == "triton":
+    call = few_rows(x, linears)  # it asks first: what stands in the place of a Linear may have no bias to look at
+    if choose("linear", call, backend) == "triton" and all(linear.bias is None for linear in linears):
         from ccq.mixers import fused_linear  # imports Triton
 
         return fused_linear.project(x, [linear.weight for linear in linears])

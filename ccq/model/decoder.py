@@ -441,6 +441,13 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
+    def _prefill(
+        self, input_ids: Any, generation_config: Any, model_kwargs: dict, is_first_iteration: bool = True
+    ) -> Any:
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = CCQCache()  # transformers wants it before the first chunk
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
+
     def _sample(
         self,
         input_ids: Any,
@@ -455,8 +462,6 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         arguments.pop("tokenizer", None)
         if arguments.get("graph_length") is None:
             arguments["graph_length"] = generation_config.max_length
-        if generation_config.prefill_chunk_size is not None and arguments.get("past_key_values") is None:
-            arguments["past_key_values"] = CCQCache()  # transformers wants it before the first chunk
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
         try:
             if sampling.applies(self, generation_config, synced_gpus, arguments):

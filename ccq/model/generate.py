@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     from transformers import TextStreamer
 
     from ccq.doctor import best_device, check_cpu_bf16, check_device
-    from ccq.pretrained import load
+    from ccq.pretrained import load, most_tokens
 
     device, dtype = arguments.device or best_device(), arguments.dtype
     try:
@@ -51,6 +51,12 @@ def main(argv: Sequence[str]) -> int:
     ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(device)
     if ids.shape[1] == 0:
         parser.error("--prompt: expected some text to go on from; the tokenizer makes no token of it")
+    most = most_tokens(model)
+    if most is not None and ids.shape[1] + arguments.tokens > most:
+        parser.error(
+            f"--tokens: the model has learned positions for {most} tokens and the prompt has {ids.shape[1]}: "
+            f"expected at most {max(0, most - ids.shape[1])}, got {arguments.tokens}"
+        )
     settings: dict[str, Any] = {"do_sample": arguments.temperature > 0}
     if settings["do_sample"]:
         torch.manual_seed(arguments.seed)

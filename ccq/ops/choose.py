@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ccq.errors import UserError
 from ccq.names import nearest
 
 NAMES = ("reference", "chunk", "triton")  # what a user may ask for, slowest first
@@ -30,7 +31,7 @@ PLAIN: frozenset[str] = frozenset()  # operations that go without kernels wherev
 TRITON, FLA, VARLEN = (importlib.util.find_spec(x) is not None for x in ("triton", "fla", "torch.nn.attention.varlen"))
 
 
-class BackendUnavailableError(RuntimeError):
+class BackendUnavailableError(UserError, RuntimeError):
     """A backend was asked for by name where it cannot run."""
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import ccq
 from ccq import shipped
 from ccq.cli import main
+from ccq.doctor import DeviceError
 from ccq.pretrained import load_model
 
 
@@ -36,6 +37,13 @@ def test_load_takes_a_dtype_and_a_folder(ships, tmp_path):
     shutil.copytree(ships / "gla-pico", folder)
     model, _ = ccq.load(str(folder), dtype=torch.float64)
     assert model.dtype == torch.float64
+
+
+def test_a_device_that_is_not_there_is_said_to_be_missing(ships, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ccq.pretrained.load_tokenizer", lambda name: pytest.fail("it should not come this far"))
+    with pytest.raises(DeviceError, match=r"'cuda' was asked for, and torch sees 0 GPUs \(`ccq doctor` says why\)"):
+        ccq.load("ccq-gla-pico", device="cuda")
 
 
 def test_a_folder_of_that_name_comes_first(ships, tmp_path, monkeypatch):

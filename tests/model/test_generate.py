@@ -12,7 +12,14 @@ import torch
 from model_helpers import CLOSE, SYSTEMS, make_model, shared_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ccq import cli
 from ccq.model import CCQCache, CCQForCausalLM, graphs
@@ -531,3 +538,49 @@ def test_a_backward_hook_of_the_head_runs():
     with torch.enable_grad():
         model(ids, labels=ids).loss.backward()
     assert calls == [1]
+
+
+def test_chunks_of_a_long_prompt_with_beams():
+    model, prompt = shared_model("ccq-gla"), tokens(2, 21)
+    settings = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
+    got = model.generate(prompt, **settings, prefill_chunk_size=8)
+    assert torch.equal(got, model.generate(prompt, **settings))
+
+
+class Around(nn.Module):
+    """As adapters are: a module around the Linear that stood there, without a weight and a bias of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("system", ["transformer", "ccq-gla", "ccq-gated-deltanet", "ccq-mamba2"])
+def test_adapters_in_the_place_of_all_linears(system, way):
+    model, prompt = make_model(system), tokens(2, 9)
+    ref = greedy(model, prompt, 9)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, Around(module))
+    assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), ref)
+    assert (model.decoding.graph is not None) == (way == "as a graph")
+
+
+@pytest.mark.parametrize("tokens", ["7", "8"])
+def test_the_command_says_how_many_positions_are_left(tmp_path, capsys, tokens):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": 12, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    arguments = ["generate", str(tmp_path), "--prompt", "Hello", "--device", "cpu", "--tokens", tokens]
+    if tokens == "7":
+        assert cli.main(arguments) == 0
+        return
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    expected = "positions for 12 tokens and the prompt has 5: expected at most 7, got 8"
+    assert expected in capsys.readouterr().err.replace("\n", " ")
