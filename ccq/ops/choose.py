@@ -48,7 +48,6 @@ class Call(NamedTuple):
     length: int = 0  # tokens of a sequence
     packed: bool = False  # sequences behind one another
     delta: bool = False  # the delta rule
-    decayed: bool = False  # the covariance forgets
     rows: int = 0  # of what Linears see; 0: it has more dimensions
     unwatched: bool = False  # nothing but numbers is wanted: no autograd, autocast, compiler or hook sees it
 
@@ -126,8 +125,6 @@ def triton_refuses(call: Call) -> str | None:
         return "the kernels compute in fp32, and float64 asks for fp64 statistics"
     if call.size > LARGEST_KEY:
         return f"the kernels hold keys of up to {LARGEST_KEY} channels, these have {call.size}"
-    if call.decayed:
-        return "no kernel lets the covariance decay"
     return None
 
 

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 import ccq
 from ccq.mixers import fused_conv, fused_gates, fused_linear
 from ccq.ops import Cleaning, CovarianceState
-from ccq.ops.clean.chunk import Gradients, Past, Saved
+from ccq.ops.clean.chunk import Gradients, Past, Read, Saved
 from ccq.ops.clean.triton import gate as fused_gate
 from ccq.ops.clean.triton import launch
 from ccq.ops.recurrence import triton as fused_decode
@@ -95,11 +95,11 @@ def covariance(n: int, heads: int, size: int) -> CovarianceState:
 
 def operator(
     dtype, size, B=1, T=4096, heads=6, groups=1, gated=True, packed=False, state=False, centred=True, normalize="unit",
-    of="q_clean", gradients=True,
+    of="scaled", decay=None, gradients=True,
 ):  # fmt: skip
     """Forward and backward as ccq/ops/clean/library.py calls them; `state`: continues from one, and gives one back.
 
-    `of`: "q_clean", or "y" by itself.
+    `of`: the step, or "y" by itself. `decay`: "given", or "learned", with a gradient.
     """
     q, k = (empty(B, T, h, size, dtype=dtype) for h in (groups * heads, heads))
     lam = empty(B, T, groups * heads)
@@ -111,13 +111,15 @@ def operator(
         lam = fused_gate.forward(q, weight, bias)
     past = Past(C, s, t, cu)
     given = None if of == "y" else lam
-    out, k_bar, k_rnorm, means, dC, ds = launch.forward(q, k, given, past, centred, normalize, state)
+    how = Read(centred, normalize, "scaled" if of == "y" else of)
+    log_decay = None if decay is None else empty(B, T, heads)
+    out, k_bar, k_rnorm, means, y, dC, ds, dn = launch.forward(q, k, given, log_decay, past, how, state, gradients)
     if not gradients:
         return
     unit = normalize == "unit"
-    grads = Gradients(torch.empty_like(out), torch.empty_like(k) if unit else None, dC, ds)
-    saved = Saved(q, k_bar if unit else k, k_rnorm, means, given)
-    dq, _, dlam, *_ = launch.backward(grads, saved, past, centred, normalize)
+    grads = Gradients(torch.empty_like(out), torch.empty_like(k) if unit else None, dC, ds, dn)
+    saved = Saved(q, k_bar if unit else k, k_rnorm, means, given, y, log_decay)
+    dq, _, dlam, *_ = launch.backward(grads, saved, past, how, decay == "learned")
     if gated:
         fused_gate.backward(dlam, q, weight, lam, dq)
 
@@ -180,6 +182,11 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
                 "normalize": "none"}),
     (operator, {"dtype": FP16, "size": 64, "gated": False, "centred": False, "gradients": False}),
     (operator, {"dtype": FP32, "size": 32, "B": 64}),
+    (operator, {"dtype": BF16, "size": 256, "B": 8, "of": "projected", "decay": "given"}),
+    (operator, {"dtype": BF16, "size": 128, "gated": False, "of": "projected", "decay": "learned", "state": True}),
+    (operator, {"dtype": BF16, "size": 64, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
+    (operator, {"dtype": FP16, "size": 64, "groups": 2, "gated": False, "decay": "given", "state": True,
+                "normalize": "stats"}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gla"}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "B": 1}),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ccq.ops.checks import check_call, check_read, check_values, refuse_transforms
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean import decayed, library, reference  # noqa: F401  (they define torch.ops.ccq.*)
+from ccq.ops.clean import library, reference  # noqa: F401  (library defines torch.ops.ccq.clean_query)
 from ccq.ops.clean.gating import Gate, gate, plain_gate
 from ccq.ops.clean.reference import symmetric
 from ccq.ops.clean.state import CovarianceState
@@ -68,18 +68,15 @@ def clean_query(
     """
     check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
     check_read(step, steps, log_decay, k)
-    if step == "scaled" and steps == 1 and log_decay is None:
-        return _run(
-            "clean_query", q, k, lam, None, centred, normalize, initial_state, output_final_state, cu_seqlens, backend
-        )
-    if isinstance(lam, tuple):
+    if isinstance(lam, tuple) and (steps > 1 or step not in reference.FUSED):  # one gate for all steps
         lam = plain_gate(q, *lam) if backend == "reference" else gate(q, *lam, backend=backend)
     for left in reversed(range(steps)):
-        final = output_final_state and not left
-        y, k_bar, state = _run(
-            "sigma_q", q, k, None, log_decay, centred, normalize, initial_state, final, cu_seqlens, backend
-        )
-        q = read_with(step, q, y, lam, normalize)
+        where = (centred, normalize, initial_state, output_final_state and not left, cu_seqlens, backend)
+        if step in reference.FUSED:
+            q, k_bar, state = _run("clean_query", q, k, lam, log_decay, *where, step)
+        else:
+            y, k_bar, state = _run("sigma_q", q, k, None, log_decay, *where)
+            q = read_with(step, q, y, lam, normalize)
         if normalize == "unit":  # once
             k, normalize = k_bar, "none"
     return q, k_bar, state
@@ -137,10 +134,13 @@ def correction(
     return sigma_q(q, k, centred, normalize, initial_state, False, cu_seqlens, backend, log_decay)[0]
 
 
-def _run(name, q, k, lam, log_decay, centred, normalize, initial_state, output_final_state, cu_seqlens, backend):
+def _run(
+    name, q, k, lam, log_decay, centred, normalize, initial_state, output_final_state, cu_seqlens, backend,
+    step="scaled",
+):  # fmt: skip
     """q_clean, or y where there is no lam; k_bar, and the final state where asked for."""
     if backend == "reference":
-        out, k_bar, state = _reference(q, k, lam, log_decay, initial_state, cu_seqlens, centred, normalize)
+        out, k_bar, state = _reference(q, k, lam, log_decay, initial_state, cu_seqlens, centred, normalize, step)
     else:
         by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
         initial: tuple = (None, None, None)
@@ -151,21 +151,16 @@ def _run(name, q, k, lam, log_decay, centred, normalize, initial_state, output_f
             log_decay = k.new_zeros(k.shape[:-1], dtype=initial[2].dtype)  # its count is a weight already
         # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
         q = q.contiguous()
-        if log_decay is not None:
-            choose("sigma_q", Call.of(q, decayed=True), backend)  # says what is slow, and refuses what cannot be
-            check_values(q[..., :0], initial[2], cu_seqlens, q.shape[1])
-            out, k_bar, _, _, *final = torch.ops.ccq.decayed_sigma_q(
-                q, k, log_decay, *initial, cu_seqlens, centred, normalize
-            )
-        else:
-            out, k_bar, _, _, _, *final = torch.ops.ccq.clean_query(
-                q, k, *by, *initial, cu_seqlens, centred, normalize, backend, output_final_state
-            )
+        given = (q, k, *by, log_decay, *initial)
+        keep_y = step == "projected" and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        out, k_bar, _, _, _, _, *final = torch.ops.ccq.clean_query(
+            *given, cu_seqlens, centred, normalize, step, backend, output_final_state, keep_y
+        )
         state = CovarianceState(*final)
     return out, k_bar if normalize == "unit" else k, state if output_final_state else None
 
 
-def _reference(q, k, lam, log_decay, state, cu_seqlens, centred, normalize):
+def _reference(q, k, lam, log_decay, state, cu_seqlens, centred, normalize, step):
     given = plain_gate(q, *lam) if isinstance(lam, tuple) else q.new_ones(q.shape[:-1]) if lam is None else lam
     if not torch.compiler.is_compiling():
         check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
@@ -173,5 +168,7 @@ def _reference(q, k, lam, log_decay, state, cu_seqlens, centred, normalize):
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=stats_dtype(k.dtype), device=k.device)
     with no_autocast(q):
-        q_clean, k_bar, state, y = reference.forward(q, k, given, state, cu_seqlens, centred, normalize, log_decay)
+        q_clean, k_bar, state, y = reference.forward(
+            q, k, given, state, cu_seqlens, centred, normalize, log_decay, step
+        )
     return y if lam is None else q_clean, k_bar, state

@@ -11,7 +11,8 @@ one masked product; between chunks a running sum of k k^T (forward) and of its a
     D_after = dC_T + dC_T^T + sum_{later chunks} c_t [ q_t g_t^T + g_t q_t^T ]
     e_j     = ds_T - sum_{t>=j} c_t [ m_t(q) g_t + m_t(g) q_t ],    m_t(x) = s_t . x_t / t
 
-The gradient of y itself is that of q_clean with lam = -1, without the query: dq_t = Sigma_t dy_t.
+The gradient of y itself is that of q_clean with lam = -1, without the query: dq_t = Sigma_t dy_t. The projected step
+has the same backward, with its own dy (reference.projected_backward).
 
 With a log-decay a_t, one a token and key head, what key j adds to C_t, s_t and to the weight n_t in the place of t is
 multiplied by exp(a_{j+1} + ... + a_t), and so is what flows back. y does not change when C, s and n are scaled
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
-from ccq.ops.clean.reference import prepare
+from ccq.ops.clean.reference import STEPS, prepare, projected_backward
 from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
 
@@ -50,6 +51,14 @@ class Past(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1], where sequences are packed
 
 
+class Read(NamedTuple):
+    """How a call reads."""
+
+    centred: bool = True
+    normalize: str = "unit"
+    step: str = "scaled"  # or "projected"
+
+
 class Saved(NamedTuple):
     """What the backward needs of a call."""
 
@@ -58,15 +67,18 @@ class Saved(NamedTuple):
     k_rnorm: Tensor  # [B, T, Hk] 1/|k|, not read where normalize is "none"
     means: Tensor  # [B, T, Hq] m_t, not read where not centred
     lam: Tensor | None  # None: the call gave y
+    y: Tensor | None = None  # of the projected step: to keep it costs less than to read it again
+    log_decay: Tensor | None = None
 
 
 class Gradients(NamedTuple):
-    """Of what a call gave: q_clean (or y), k_bar, and the final C and s."""
+    """Of what a call gave: q_clean (or y), k_bar, and the final C, s and weight."""
 
     g: Tensor
     k_bar: Tensor | None = None
     second_moment: Tensor | None = None
     key_sum: Tensor | None = None
+    weight: Tensor | None = None
 
 
 def scan(
@@ -204,16 +216,19 @@ def following(past: Past, piece: slice, moment: Tensor, total: Tensor, weight: T
 
 
 def forward(
-    q: Tensor, k: Tensor, lam: Tensor | None, past: Past, centred: bool, normalize: str, output_final_state: bool = True
-) -> tuple[Tensor, ...]:
-    """q_clean (without lam: y, in fp32), k_bar, 1/|k|, m_t, and the final C and s."""
-    return decayed_forward(q, k, lam, None, past, centred, normalize)[:-1]
-
-
-def decayed_forward(
-    q: Tensor, k: Tensor, lam: Tensor | None, log_decay: Tensor | None, past: Past, centred: bool, normalize: str
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor | None,
+    log_decay: Tensor | None,
+    past: Past,
+    how: Read,
+    output_final_state: bool = True,
+    keep_y: bool = True,
 ) -> tuple:
-    """The same with a decay, and behind it the final weight."""
+    """q_clean (without lam: y, in fp32), k_bar, 1/|k|, m_t, y for a projected step's backward; the final C, s, weight.
+
+    What there is none of is None or empty. This backend always has the final state at hand, and so y.
+    """
     cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         outputs = []
@@ -221,19 +236,24 @@ def decayed_forward(
         weight = None if log_decay is None else start_weight(k, past)
         for piece in cut:
             before = following(past, piece, moment, total, weight)
-            q_i, k_i, lam_i, log_decay_i = of((q, k, lam, log_decay), piece)
-            *output, moment, total, weight = decayed_forward(q_i, k_i, lam_i, log_decay_i, before, centred, normalize)
+            *output, moment, total, weight = forward(*of((q, k, lam, log_decay), piece), before, how)
             outputs.append(output)
         return *join(outputs), moment, total, weight
     with exact_matmul(q):
-        q_read, k_stat, k_bar = prepare(q, k, normalize)
+        q_read, k_stat, k_bar = prepare(q, k, how.normalize)
         keys = chunk_keys(k_stat, log_decay, past)
-        y, _, m = read(keys, to_grouped_chunks(q_read, keys), centred)
+        y, _, m = read(keys, to_grouped_chunks(q_read, keys), how.centred)
         y = from_grouped_chunks(y, keys, q)
-        out = y if lam is None else (q_read - lam.to(y.dtype)[..., None] * y).to(q.dtype)
+        out = y if lam is None else STEPS[how.step](q_read, y, lam.to(y.dtype)[..., None]).to(q.dtype)
+        kept = y.to(kept_dtype(q.dtype)) if lam is not None and how.step == "projected" else None
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q).squeeze(-1)
         final = (keys.second_moment, keys.final_key_sum, keys.final_weight)
-        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, *final)
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, kept, *final)
+
+
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the y that is kept: bf16 has the range for it, fp16 has not."""
+    return dtype if dtype == torch.bfloat16 else stats_dtype(dtype)
 
 
 def contiguous(*outputs: Tensor | None) -> tuple:
@@ -247,23 +267,11 @@ def join(outputs: list[list]) -> list:
     return [parts[0] if parts[0] is None or parts[0].ndim < 2 else torch.cat(parts, 1) for parts in columns]
 
 
-def backward(grads: Gradients, saved: Saved, past: Past, centred: bool, normalize: str) -> tuple:
-    """dq, dk, dlam (None without lam), and the gradients of the initial C and s."""
-    return decayed_backward(grads, saved, None, past, centred, normalize)[:5]
-
-
-def decayed_backward(
-    grads: Gradients,
-    saved: Saved,
-    log_decay: Tensor | None,
-    past: Past,
-    centred: bool,
-    normalize: str,
-    d_weight: Tensor | None = None,  # of the final weight
-) -> tuple:
-    """The same with a decay, and behind it the gradients of the initial weight and of the log-decay."""
-    q, k, k_rnorm, means, lam = saved
-    g, dk_bar, d_moment, d_sum = grads
+def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool = True) -> tuple:
+    """dq, dk, dlam (None without lam); the gradients of the initial C and s; those of the initial weight and of the
+    log-decay, where there is one and they are wanted (`decays`)."""
+    q, k, k_rnorm, means, lam, kept, log_decay = saved
+    g, dk_bar, d_moment, d_sum, d_weight = grads
     cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
@@ -271,33 +279,41 @@ def decayed_backward(
         with exact_matmul(q):
             for piece in cut[:-1]:
                 k_i, rnorm_i, log_decay_i = of((k, k_rnorm, log_decay), piece)
-                starts.append(advance(statistics_keys(k_i, rnorm_i, normalize), log_decay_i, *starts[-1]))
+                starts.append(advance(statistics_keys(k_i, rnorm_i, how.normalize), log_decay_i, *starts[-1]))
         outputs = []
+        after: tuple = (d_moment, d_sum, d_weight)
         for piece, start in zip(reversed(cut), reversed(starts), strict=True):
-            g_i, bar_i, log_decay_i = of((g, dk_bar, log_decay), piece)
-            dq, dk, dlam, d_moment, d_sum, d_weight, d_log_decay = decayed_backward(
-                Gradients(g_i, bar_i, d_moment, d_sum), Saved(*of(saved, piece)), log_decay_i,
-                following(past, piece, *start), centred, normalize, d_weight,
-            )  # fmt: skip
-            outputs.append([dq, dk, dlam, d_log_decay])
-        dq, dk, dlam, d_log_decay = join(outputs[::-1])
-        return dq, dk, dlam, d_moment, d_sum, d_weight, d_log_decay
+            here = Gradients(*of((g, dk_bar), piece), *after)
+            *output, d_moment, d_sum, d_weight, d_log_decay = backward(
+                here, Saved(*of(saved, piece)), following(past, piece, *start), how, decays
+            )
+            after = (d_moment, d_sum, d_weight)
+            outputs.append([*output, d_log_decay])
+        *output, d_log_decay = join(outputs[::-1])
+        return *output, *after, d_log_decay
     high = stats_dtype(q.dtype)
     with exact_matmul(q):
-        q_rnorm = inv_norm(q) if normalize == "unit" else None
+        q_rnorm = inv_norm(q) if how.normalize == "unit" else None
         q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
-        k_stat = statistics_keys(k, k_rnorm, normalize)
-        g = g.to(high)
+        k_stat = statistics_keys(k, k_rnorm, how.normalize)
+        g, dlam, direct = g.to(high), None, None  # direct: what of the query's gradient does not go through y
         gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
+        if kept is not None:
+            assert lam is not None
+            direct, g, dlam = projected_backward(g, q_read, kept.to(high), gate)
+            dlam, gate = dlam.squeeze(-1).to(lam.dtype), torch.full_like(gate, -1)
 
         keys = chunk_keys(k_stat, log_decay, past)
         decay, across = keys.decay, None if keys.decay is None else keys.decay.across
         qc, gc = to_grouped_chunks(q_read, keys), to_grouped_chunks(g, keys)
-        w, scores_g, mean_g = read(keys, gc, centred)
+        w, scores_g, mean_g = read(keys, gc, how.centred)
         along = (qc * w).sum(-1, keepdim=True)  # q . Sigma g
         w = from_grouped_chunks(w, keys, q)
-        dlam = None if lam is None else -from_grouped_chunks(along, keys, q).squeeze(-1).to(lam.dtype)
-        dq = w if lam is None else g - gate * w  # of y: without the query that y is taken off
+        if lam is None or direct is not None:
+            dq = w if direct is None else w + direct
+        else:
+            dlam = -from_grouped_chunks(along, keys, q).squeeze(-1).to(lam.dtype)
+            dq = g - gate * w
 
         d_moment = torch.zeros_like(keys.second_moment) if d_moment is None else d_moment
         d_sum = torch.zeros_like(keys.final_key_sum) if d_sum is None else d_sum
@@ -317,7 +333,7 @@ def decayed_backward(
         through_s, d_first_sum = collect(keys, pull, d_sum)
 
         d_log_decay = d_start = None
-        if decay is not None and keys.final_weight is not None:  # the keys' side, which alone is left
+        if decays and decay is not None and keys.final_weight is not None:  # the keys' side, which alone is left
             d_weight = torch.zeros_like(keys.final_weight) if d_weight is None else d_weight
             pull = -(weight * along).sum(2)
             if mean_g is not None and mean_q is not None:
@@ -336,7 +352,7 @@ def decayed_backward(
 
         if q_rnorm is not None:
             dq = unit_backward(dq, q_read, q_rnorm)
-        if normalize != "none":
+        if how.normalize != "none":
             dk = unit_backward(dk, k_stat, k_rnorm[..., None])
         return contiguous(dq.to(q.dtype), dk.to(k.dtype), dlam, d_first / 2, d_first_sum, d_start, d_log_decay)
 

@@ -16,25 +16,28 @@ from torch import Tensor
 from ccq.ops.checks import check_values
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean import chunk
-from ccq.ops.clean.chunk import Gradients, Past, Saved
+from ccq.ops.clean.chunk import Gradients, Past, Read, Saved, kept_dtype
 from ccq.ops.clean.gating import run_gate, run_gate_backward
+from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import stats_dtype
 
-_GATE = "Tensor? weight, Tensor? bias"  # with a gate there is no lam; with neither, y stands in the place of q_clean
+# with a gate there is no lam; with neither, y stands in the place of q_clean
 _STATE = "Tensor? second_moment, Tensor? key_sum, Tensor? count, Tensor? cu_seqlens"
-_OPTIONS = "bool centred, str normalize, str backend"
+_OPTIONS = "bool centred, str normalize, str step, str backend"
 torch.library.define(
     "ccq::clean_query",
-    f"(Tensor q, Tensor k, Tensor? lam, {_GATE}, {_STATE}, {_OPTIONS}, bool output_final_state)"
-    " -> (Tensor q_clean, Tensor k_bar, Tensor k_rnorm, Tensor means, Tensor lam_out,"
+    f"(Tensor q, Tensor k, Tensor? lam, Tensor? weight, Tensor? bias, Tensor? log_decay, {_STATE}, {_OPTIONS},"
+    " bool output_final_state, bool keep_y)"
+    " -> (Tensor q_clean, Tensor k_bar, Tensor k_rnorm, Tensor means, Tensor lam_out, Tensor y,"
     " Tensor second_moment_out, Tensor key_sum_out, Tensor count_out)",
 )
 torch.library.define(
     "ccq::clean_query_backward",
-    "(Tensor g, Tensor? dk_bar, Tensor? d_second_moment, Tensor? d_key_sum,"
-    f" Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor? lam, Tensor? weight, {_STATE}, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dlam, Tensor d_second_moment_in, Tensor d_key_sum_in,"
-    " Tensor d_weight, Tensor d_bias)",
+    "(Tensor g, Tensor? dk_bar, Tensor? d_second_moment, Tensor? d_key_sum, Tensor? d_count,"
+    " Tensor q, Tensor k, Tensor k_rnorm, Tensor means, Tensor? lam, Tensor y, Tensor? weight, Tensor? log_decay,"
+    f" {_STATE}, {_OPTIONS}, bool decays)"
+    " -> (Tensor dq, Tensor dk, Tensor dlam, Tensor d_second_moment_in, Tensor d_key_sum_in, Tensor d_count_in,"
+    " Tensor d_log_decay, Tensor d_weight, Tensor d_bias)",
 )
 
 
@@ -59,21 +62,25 @@ def complete(layout: Layout, like: Tensor, given: Sequence[Tensor | None] | None
 
 
 def outputs(
-    q, k, lam, weight, bias, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, final
-) -> Layout:
+    q, k, lam, weight, bias, log_decay, second_moment, key_sum, count, cu_seqlens, centred, normalize, step, backend,
+    final, keep_y,
+) -> Layout:  # fmt: skip
     """Of `ccq::clean_query`."""
     high = stats_dtype(q.dtype)
     batch, _, heads, size = k.shape
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    cleans = lam is not None or weight is not None
+    count_out = (((n,), torch.int64) if log_decay is None else ((n, heads), high)) if final else ((0,), torch.int64)
     return [
-        (q.shape, high if lam is None and weight is None else q.dtype),
+        (q.shape, q.dtype if cleans else high),
         (k.shape if normalize == "unit" else (0,), k.dtype),
         (k.shape[:-1] if normalize != "none" else (0,), high),
         (q.shape[:-1] if centred else (0,), high),
         ((0,) if weight is None else q.shape[:-1], high),
+        (q.shape if keep_y and cleans and step == "projected" else (0,), kept_dtype(q.dtype)),
         ((n, heads, size, size) if final else (0,), high),
         ((n, heads, size) if final else (0,), high),
-        ((n if final else 0,), torch.int64),
+        count_out,
     ]
 
 
@@ -86,7 +93,7 @@ def final_count(q: Tensor, count: Tensor | None, cu_seqlens: Tensor | None) -> T
 
 
 def _clean_query(*arguments):
-    q, k, lam, weight, bias, *past, centred, normalize, backend, output_final_state = arguments
+    q, k, lam, weight, bias, log_decay, *past, centred, normalize, step, backend, final, keep_y = arguments
     second_moment, key_sum, count, cu_seqlens = past
     op = "sigma_q" if lam is None and weight is None else "clean_query"
     module = implementation(op, q, backend)
@@ -94,90 +101,100 @@ def _clean_query(*arguments):
     check_values(q[..., :0] if lam is None else lam, count, cu_seqlens, q.shape[1])
     if q.numel() == 0:  # nothing to launch; the state stays what it was
         empty = complete(layout, q)
-        if output_final_state:
-            for out, start in zip(empty[5:7], (second_moment, key_sum), strict=True):
+        if final:
+            weights = None if count is None else weight_of(count, k.shape[2], empty[6].dtype)
+            seen = weights if log_decay is not None else final_count(q, count, cu_seqlens)
+            for out, start in zip(empty[6:], (second_moment, key_sum, seen), strict=True):
                 out.zero_() if start is None else out.copy_(start)
-            empty[7].copy_(final_count(q, count, cu_seqlens))
         return empty
     if weight is not None:
         lam = run_gate(q, weight, bias, backend)
-    out, k_bar, k_rnorm, means, *final = module.forward(q, k, lam, Past(*past), centred, normalize, output_final_state)
+    how = Read(centred, normalize, step)
+    out, k_bar, k_rnorm, means, y, *state, weights = module.forward(
+        q, k, lam, log_decay, Past(*past), how, final, keep_y
+    )
     given = (
         out,
         k_bar if normalize == "unit" else None,
         k_rnorm if normalize != "none" else None,
         means,
         None if weight is None else lam,
-        *(final if output_final_state else (None, None)),
-        final_count(q, count, cu_seqlens) if output_final_state else None,
+        y if keep_y else None,
+        *(state if final else (None, None)),
+        (final_count(q, count, cu_seqlens) if log_decay is None else weights) if final else None,
     )
     return complete(layout, q, given)
 
 
 def _clean_query_backward(*arguments):
-    grads, saved, past = Gradients(*arguments[:4]), Saved(*arguments[4:9]), Past(*arguments[10:14])
-    weight, centred, normalize, backend = arguments[9], *arguments[14:]
-    q, lam = saved.q, saved.lam
+    g, dk_bar, *d_final, q, k, k_rnorm, means, lam, y, weight, log_decay = arguments[:13]
+    *past, centred, normalize, step, backend, decays = arguments[13:]
     layout = gradients(*arguments)
     if q.numel() == 0:
         empty = complete(layout, q)
-        if past.second_moment is not None:
-            for out, after in zip(empty[3:5], grads[2:], strict=True):
-                out.zero_() if after is None else out.copy_(after)
-        for out in empty[5:]:
-            out.zero_()
+        for out, after in zip(empty[3:], (*d_final, None, None, None), strict=True):
+            out.zero_() if after is None or not out.numel() else out.copy_(after)
         return empty
     module = implementation("sigma_q" if lam is None else "clean_query", q, backend)
-    dq, dk, dlam, *d_initial = module.backward(grads, saved, past, centred, normalize)
+    saved = Saved(q, k, k_rnorm, means, lam, y if y.numel() else None, log_decay)
+    how = Read(centred, normalize, step)
+    dq, dk, dlam, *found = module.backward(Gradients(g, dk_bar, *d_final), saved, Past(*past), how, decays)
     d_gate: Sequence[Tensor | None] = (None, None)
     if weight is not None:
         assert lam is not None  # the gate's
         dq, *d_gate = run_gate_backward(dlam, q, weight, lam, backend, dq)
-    d_initial = (None, None) if past.second_moment is None else d_initial
-    return complete(layout, q, (dq, dk, dlam, *d_initial, *d_gate))
+    # those that nobody asked for may be there
+    found = [None if shape == (0,) else x for x, (shape, _) in zip(found, layout[3:7], strict=True)]
+    return complete(layout, q, (dq, dk, dlam, *found, *d_gate))
 
 
 def gradients(
-    g, dk_bar, dC, ds, q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, *options
+    g, dk_bar, dC, ds, dn, q, k, k_rnorm, means, lam, y, weight, log_decay, second_moment, key_sum, count, *options
 ) -> Layout:
     """Of `ccq::clean_query_backward`."""
-    high = stats_dtype(q.dtype)
+    high, decays = stats_dtype(q.dtype), options[-1]
+    weighs = decays and count is not None and count.is_floating_point()
     return [
         (q.shape, q.dtype),
         (k.shape, k.dtype),
         ((0,), high) if lam is None else (lam.shape, lam.dtype),
         ((0,) if second_moment is None else second_moment.shape, high),
         ((0,) if key_sum is None else key_sum.shape, high),
+        (count.shape if weighs else (0,), high),
+        (log_decay.shape if decays and log_decay is not None else (0,), high),
         ((0,) if weight is None else weight.shape, high),
         ((0,) if weight is None else weight.shape[:1], high),
     ]
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, lam, weight, _, second_moment, key_sum, count, cu_seqlens, centred, normalize, backend, _ = inputs
-    _, k_bar, k_rnorm, means, lam_out, _, _, final = output
+    q, k, lam, weight, _, log_decay, *past, centred, normalize, step, backend, _, _ = inputs
+    _, k_bar, k_rnorm, means, lam_out, y, _, _, count = output
     # q is shared with the gate and k_bar with the backbone, so that CCQ keeps only a few numbers a token of its own
     ctx.save_for_backward(
-        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam if weight is None else lam_out, weight,
-        second_moment, key_sum, count, cu_seqlens,
+        q, k_bar if normalize == "unit" else k, k_rnorm, means, lam if weight is None else lam_out, y, weight,
+        log_decay, *past,
     )  # fmt: skip
-    ctx.options = centred, normalize, backend
-    ctx.mark_non_differentiable(k_rnorm, means, lam_out, final)
+    ctx.options = centred, normalize, step, backend
+    ctx.mark_non_differentiable(k_rnorm, means, lam_out, y, *([] if count.is_floating_point() else [count]))
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g, dk_bar, _, __, ___, d_second_moment, d_key_sum, ____):
-    q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens = ctx.saved_tensors
+def _backward(ctx, g, dk_bar, _, __, ___, ____, *d_final):
+    q, _, _, _, lam, _, weight, log_decay, second_moment, _, count, _ = ctx.saved_tensors
     if g is None:
         g = torch.zeros_like(q)
-    given = [None if d is None or d.numel() == 0 else d for d in (dk_bar, d_second_moment, d_key_sum)]
-    dq, dk, dlam, *d_initial, d_weight, d_bias = torch.ops.ccq.clean_query_backward(
-        g, *given, q, k, k_rnorm, means, lam, weight, second_moment, key_sum, count, cu_seqlens, *ctx.options
+    given = [None if d is None or d.numel() == 0 else d for d in (dk_bar, *d_final)]
+    weighs = count is not None and count.is_floating_point()
+    decays = log_decay is not None and (ctx.needs_input_grad[5] or weighs)
+    dq, dk, dlam, *d_initial, d_count, d_log_decay, d_weight, d_bias = torch.ops.ccq.clean_query_backward(
+        g, *given, *ctx.saved_tensors, *ctx.options, decays
     )
     if second_moment is None:
         d_initial = [None, None]
     through = (None if lam is None else dlam, None, None) if weight is None else (None, d_weight, d_bias)
-    return dq, dk, *through, *d_initial, *[None] * 6
+    d_decay = d_log_decay.to(log_decay.dtype) if decays and log_decay is not None else None
+    return dq, dk, *through, d_decay, *d_initial, d_count if decays and weighs else None, *[None] * 7
 
 
 def _no_double_backward(ctx, *grads):
@@ -211,5 +228,5 @@ def _fake(layout: Callable[..., Layout], at: int, *given):
 
 
 register(
-    "ccq::clean_query", (_clean_query, outputs), (_clean_query_backward, gradients), _backward, _setup_context, like=4
+    "ccq::clean_query", (_clean_query, outputs), (_clean_query_backward, gradients), _backward, _setup_context, like=5
 )

@@ -33,9 +33,19 @@ def projected(q: Tensor, y: Tensor, lam: Tensor) -> Tensor:
     return q - lam * along * y
 
 
-# q_clean from q, y = Sigma_t q and lam [..., 1], in fp32 or fp64. "scaled" has kernels of its own. Another one is a
-# function here: clean_query(step=its name) and CCQConfig(clean=True, step=its name) train, prefill and decode with it.
+def projected_backward(g: Tensor, q: Tensor, y: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of g, the gradient of q_clean: what goes to q beside y, what goes to y, and what goes to lam [..., 1]."""
+    size = y.square().sum(-1, keepdim=True) + LEAST
+    along = (q * y).sum(-1, keepdim=True) / size
+    moved = (g * y).sum(-1, keepdim=True)
+    d_along = -lam * moved / size
+    return g + d_along * y, -lam * along * g + d_along * (q - 2 * along * y), -along * moved
+
+
+# q_clean from q, y = Sigma_t q and lam [..., 1], in fp32 or fp64. Another one is a function here: clean_query(step=its
+# name) and CCQConfig(clean=True, step=its name) train, prefill and decode with it, through `sigma_q` and autograd.
 STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"scaled": scaled, "projected": projected}
+FUSED = ("scaled", "projected")  # the backends have these whole, with a derived backward
 
 
 def symmetric(x: Tensor) -> Tensor:
@@ -95,6 +105,7 @@ def step(
     normalize: str,
     inplace: bool = False,
     log_decay: Tensor | None = None,
+    read_as: str = "scaled",
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
     """One token, the paper's recurrent algorithm: q [B, Hq, K], k [B, Hk, K], lam [B, Hq], log_decay [B, Hk].
 
@@ -103,7 +114,7 @@ def step(
     q_read, k_stat, k_bar = prepare(q, k, normalize)
     state = absorb(state, k_stat, log_decay, inplace)
     y = read(state, q_read, centred)
-    q_clean = q_read - lam.to(y.dtype)[..., None] * y
+    q_clean = STEPS[read_as](q_read, y, lam.to(y.dtype)[..., None])
     return q_clean.to(q.dtype), k_bar, state, y
 
 
@@ -116,6 +127,7 @@ def forward(
     centred: bool,
     normalize: str,
     log_decay: Tensor | None = None,
+    read_as: str = "scaled",
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
     """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], log_decay [B, T, Hk], beginning at `state`.
 
@@ -131,7 +143,7 @@ def forward(
         count = here.count if log_decay is None else here.weight
         here = CovarianceState(symmetric(here.second_moment), here.key_sum, count)
         for q_t, k_t, lam_t, decay in tokens[begin:end]:
-            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, centred, normalize, log_decay=decay)
+            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, centred, normalize, False, decay, read_as)
             outputs.append((q_clean, k_bar, y))
         finals.append(here)
     final = CovarianceState(

@@ -207,7 +207,7 @@ def interpreted() -> ModuleType:
         arange=lambda begin, end, layout: torch.arange(begin, end), static_range=range,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        minimum=pair(torch.minimum), maximum=pair(torch.maximum), rsqrt=torch.rsqrt,
+        minimum=pair(torch.minimum), maximum=pair(torch.maximum), rsqrt=torch.rsqrt, exp=torch.exp,
         where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
         sum=lambda x, axis: x.sum(axis), convert_layout=lambda x, layout: x, load=load, store=store,
         allocate_shared_memory=allocate, warp_specialize=warp_specialize,

@@ -29,11 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ccq.ops.clean.reference import LEAST
 from ccq.ops.precision import EPS
 
 if TYPE_CHECKING:
-    from ccq.ops.clean.triton.launch import Adjoint, Grid
+    from ccq.ops.clean.triton.launch import Adjoint, Decay, Grid, Keys, Rows
 
+Y, SCALED, PROJECTED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # as in reads.py
+SMALLEST = gl.constexpr(LEAST)
+PERIOD = gl.constexpr(256)  # of scans.py
 ROWS = 3  # buffers of x: the two in use, and one of the next tile
 BLOCK = gl.NVMMASharedLayout(128, 16, 3)  # of [1, 64, K] in shared memory, as products take it
 FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -93,11 +97,16 @@ class Ring:
         mbarrier.arrive(self.empty.index(item % self.SIZE), count=1)
 
     @gluon.jit
-    def store(self, item, tensor, n, row, col):
-        """Move what was written over the item-th to its rows of a tensor, and release it."""
+    def send(self, item, tensor, n, row, col):
+        """Move what was written over the item-th to its rows of a tensor."""
         fence_async_shared()
         tma.async_store(tensor, [n, row, col], self.buffers.index(item % self.SIZE))
         tma.store_wait(0)
+
+    @gluon.jit
+    def store(self, item, tensor, n, row, col):
+        """The same, and release it."""
+        self.send(item, tensor, n, row, col)
         self.release(item)
 
     @gluon.jit
@@ -156,18 +165,27 @@ def read_state(acc, x, ring, item, blocks):
 class CleanModes:
     """What is computed of a query."""
 
+    STEP: gl.constexpr
+    KEEP: gl.constexpr
     INITIAL: gl.constexpr
     CENTRED: gl.constexpr
+    DECAY: gl.constexpr
     UNIT: gl.constexpr
-    CORRECTION: gl.constexpr
     ALONG: gl.constexpr
     UNIT_OTHER: gl.constexpr
 
 
 @gluon.jit
+def decay_before(through, row, length):
+    """The running log-decay of one sequence before its token `row`; 0 where a period begins, and past its end."""
+    inside = (row % PERIOD != 0) & (row <= length)
+    return gl.load(through + gl.where(inside, row - 1, 0)) * inside.to(gl.float32)
+
+
+@gluon.jit
 def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
     """All tiles of a program, in the order in which `read_clean` reads."""
-    x, k, states, other, _ = tensors
+    x, k, states, other, _, _ = tensors
     x_ring, ring = rings
     HQ, H = heads
     K: gl.constexpr = ring.K
@@ -189,9 +207,9 @@ def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
 @gluon.jit
 def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.constexpr):
     """The W-th 64 rows of all tiles of a program; the steps are those of reads.clean_kernel."""
-    out = tensors[4]
+    out, kept = tensors[4], tensors[5]
     x_ring, ring = rings
-    lam, sums, count, means, along, per_sums, eps = pointers
+    lam, sums, count, through, weights, means, along, per_sums, tokens, eps = pointers
     HQ, H = heads
     K: gl.constexpr = ring.K
     # layouts of products: [64, K], [64, 64] and [64, 16]; of their left side in registers; and of what loads key sums
@@ -204,7 +222,8 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
     square_row: gl.constexpr = gl.SliceLayout(1, square)
     narrow_row: gl.constexpr = gl.SliceLayout(1, narrow)
     local = gl.arange(0, 64, wide_row)
-    sees = gl.arange(0, 64, square_row)[:, None] >= gl.arange(0, 64, gl.SliceLayout(0, square))[None, :]
+    column = gl.arange(0, 64, gl.SliceLayout(0, square))
+    sees = gl.arange(0, 64, square_row)[:, None] >= column[None, :]
     # Rows 2v and 2v + 1 hold a key sum in two parts, as in reads.load_sums: that before the 64 rows (v = 0), and that
     # before the chunk, twice.
     sum_row = gl.arange(0, 16, gl.SliceLayout(1, even))
@@ -222,11 +241,25 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         rows = begin + local
         valid = rows < tiles.T
         per_row = (n.to(gl.int64) * tiles.T + rows) * HQ + hq
-        seen = n.to(gl.int64) * 0
-        if modes.INITIAL:
-            seen += gl.load(count + n)
-        t = (seen + rows + 1).to(gl.float32)
-        past = gl.maximum(seen + chunk_row, 1).to(gl.float32)
+        sequence = h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
+        if modes.DECAY:
+            decays = through + sequence
+            t = gl.load(weights + sequence + rows, mask=valid, other=1.0)
+            now = gl.load(decays + rows, mask=valid, other=0.0)
+            left_of_past = gl.exp(gl.minimum(now - decay_before(decays, chunk_row, tiles.T), 0.0))
+            earlier = gl.where(chunk_row > 0, chunk_row - 1, 0)
+            n0 = gl.load(weights + sequence + earlier)
+            if modes.INITIAL:
+                n0 = gl.where(chunk_row > 0, n0, gl.load(count + n * H + h))
+            n0 = gl.where(n0 > 0, n0, 1.0)
+            past = n0 * 0.0 + 1.0  # with a decay the sum is scaled on the way
+        else:
+            seen = n.to(gl.int64) * 0
+            if modes.INITIAL:
+                seen += gl.load(count + n)
+            t = (seen + rows + 1).to(gl.float32)
+            past = gl.maximum(seen + chunk_row, 1).to(gl.float32)
+            n0 = past
         blocks = 0
         if modes.INITIAL or chunk_row > 0:  # a sequence with no past has no state to read
             blocks = K // 64
@@ -243,6 +276,9 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             scale = gl.rsqrt(gl.sum(q * q, 1) + eps)
         acc = gl.zeros([64, K], gl.float32, wide)  # in units of past |q_t|
         acc, item = read_state(acc, x, ring, item, blocks)
+        if modes.DECAY:
+            acc = acc * (left_of_past * n0)[:, None]
+            now_square = gl.convert_layout(now, square_row)
 
         before = gl.zeros([64], gl.float32, narrow_row)
         off = gl.zeros([64], gl.float32, narrow_row)
@@ -255,6 +291,9 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             products = warpgroup_mma_wait(0, deps=(products,))
             before = gl.sum(gl.where((product_v == 0)[None, :], products, 0.0), 1)
             off = gl.sum(gl.where((product_v == 1)[None, :], products, 0.0), 1)
+            if modes.DECAY:
+                fade = gl.exp(gl.minimum(now - decay_before(decays, begin, tiles.T), 0.0))
+                before = before * gl.convert_layout(fade, narrow_row)
 
         if W == 0:  # the keys of the later 64 rows
             ring.skip(item)
@@ -266,14 +305,23 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             p = gl.zeros([64, 64], gl.float32, square)
             p = warpgroup_mma(x, keys.permute([1, 0]), p, use_acc=False, is_async=True)
             p = warpgroup_mma_wait(0, deps=(p,))
+            if modes.DECAY:
+                key = begin - i * 64 + column
+                then = gl.load(decays + key, mask=key < tiles.T, other=0.0)
+                left_of_key = gl.exp(gl.minimum(now_square[:, None] - then[None, :], 0.0))
             if i == 0:  # their own: the latest first, so that m is complete with them
                 p = gl.where(sees, p, 0.0)
                 if modes.CENTRED:
-                    total = gl.convert_layout(before, square_row) + gl.sum(p, 1)
+                    own = p
+                    if modes.DECAY:
+                        own = p * left_of_key
+                    total = gl.convert_layout(before, square_row) + gl.sum(own, 1)
                     m = total / gl.convert_layout(t, square_row)
                     p = gl.where(sees, p - m[:, None], 0.0)
             elif modes.CENTRED:
                 p = p - m[:, None]
+            if modes.DECAY:
+                p = p * left_of_key
             scores = gl.convert_layout((p * inverse).to(gl.bfloat16), left)
             acc = warpgroup_mma(scores, keys, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -282,7 +330,9 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
 
         if modes.CENTRED:
             mean = gl.convert_layout(m, narrow_row)
-            outer = (off / past - mean) / past
+            outer = (off / n0 - mean) / past
+            if modes.DECAY:
+                outer = outer * gl.convert_layout(left_of_past, narrow_row)
             outer_high = gl.convert_layout(outer.to(gl.bfloat16).to(gl.float32), gl.SliceLayout(1, left))
             outer_low = gl.convert_layout(outer, gl.SliceLayout(1, left)) - outer_high
             parts = gl.where((lane // 2 == 1)[None, :], outer_high[:, None], 0.0)
@@ -291,7 +341,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             acc = warpgroup_mma_wait(0, deps=(acc,))
             gl.store(means + per_row, gl.convert_layout(mean, wide_row) * scale, mask=valid)
         unit = scale * past / t
-        if modes.CORRECTION:
+        if modes.STEP == Y:
             acc = acc * unit[:, None]
             x.store(acc.to(gl.bfloat16))
             if modes.ALONG:
@@ -313,9 +363,19 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
             # the sign at the gate: subtracted from a query that is not scaled, Triton 3.8's assembler takes the
             # products for dead and leaves them out
-            clean = x.load(wide).to(gl.float32) * scale[:, None] + acc * (-gate * unit)[:, None]
+            size = -gate * unit
+            if modes.STEP == PROJECTED:
+                squares = gl.sum(acc * acc, 1) * unit * unit + SMALLEST
+                size = size * gl.sum(x.load(wide).to(gl.float32) * acc, 1) * scale * unit / squares
+            clean = x.load(wide).to(gl.float32) * scale[:, None] + acc * size[:, None]
             x.store(clean.to(gl.bfloat16))
-        x_ring.store(2 * turn + W, out, n, begin, hq * K)
+            if modes.KEEP:  # y goes the same way, when q_clean is gone
+                x_ring.send(2 * turn + W, out, n, begin, hq * K)
+                x.store((acc * unit[:, None]).to(gl.bfloat16))
+        if modes.KEEP:
+            x_ring.store(2 * turn + W, kept, n, begin, hq * K)
+        else:
+            x_ring.store(2 * turn + W, out, n, begin, hq * K)
 
 
 @gluon.jit
@@ -328,22 +388,22 @@ def read_clean_second(tensors, rings, key_sums, tiles, heads, pointers, modes):
     read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, 1)
 
 
-@gluon.jit(do_not_specialize=["T", "HQ", "H", "per_tiles", "per_chunks", "per_sums", "tiles"])
+@gluon.jit(do_not_specialize=["T", "tokens", "HQ", "H", "per_tiles", "per_chunks", "per_sums", "tiles"])
 def clean_hopper_kernel(
-    x, k, states, other, out, lam, sums, count, means, along,
-    T, HQ, H, per_tiles, per_chunks, per_sums, tiles, eps,
+    x, k, states, other, out, kept, lam, sums, count, through, weights, means, along,
+    T, tokens, HQ, H, per_tiles, per_chunks, per_sums, tiles, eps,
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    INITIAL: gl.constexpr, CENTRED: gl.constexpr, UNIT: gl.constexpr, CORRECTION: gl.constexpr, ALONG: gl.constexpr,
-    UNIT_OTHER: gl.constexpr,
+    STEP: gl.constexpr, KEEP: gl.constexpr, INITIAL: gl.constexpr, CENTRED: gl.constexpr, DECAY: gl.constexpr,
+    UNIT: gl.constexpr, ALONG: gl.constexpr, UNIT_OTHER: gl.constexpr,
 ):  # fmt: skip
-    """q_clean, or Sigma x (if CORRECTION) with -other . Sigma x (if ALONG), and m_t: as reads.clean_kernel."""
-    tensors = (x, k, states, other, out)
+    """q_clean, or Sigma x (for Y) with -other . Sigma x (if ALONG), and m_t: as reads.clean_kernel."""
+    tensors = (x, k, states, other, out, kept)
     rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
     key_sums = gl.allocate_shared_memory(gl.bfloat16, [2, 16, K], FLAT)
     fence_async_shared()
     place = Tiles(T, HQ, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
-    pointers = (lam, sums, count, means, along, per_sums, eps)
-    modes = CleanModes(INITIAL, CENTRED, UNIT, CORRECTION, ALONG, UNIT_OTHER)  # type: ignore[call-arg]
+    pointers = (lam, sums, count, through, weights, means, along, per_sums, tokens, eps)
+    modes = CleanModes(STEP, KEEP, INITIAL, CENTRED, DECAY, UNIT, ALONG, UNIT_OTHER)  # type: ignore[call-arg]
     # registers: 2 x 128 x 240 and 128 x 24 of the 384 x 168 that the kernel has
     gl.warp_specialize(
         [
@@ -364,6 +424,7 @@ class KeyModes:
     BAR: gl.constexpr
     LAST: gl.constexpr
     CENTRED: gl.constexpr
+    DECAY: gl.constexpr
     PULL: gl.constexpr
 
 
@@ -397,7 +458,7 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
     out = tensors[5]
     x_ring, ring = rings
     HQ, H = heads
-    k_rnorm, lift_q, lift_w, pulls, last_sum, per_pulls, tokens = pointers
+    k_rnorm, lift_q, lift_w, pulls, last_sum, through, per_pulls, tokens = pointers
     K: gl.constexpr = ring.K
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -419,6 +480,14 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
             blocks = K // 64
         x = x_ring.get(2 * turn + W)
         acc, item = read_state(gl.zeros([64, K], gl.float32, wide), x, ring, item, blocks)
+        rows = begin + local
+        left = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, wide))  # of a key at the end of its chunk
+        if modes.DECAY:
+            decays = through + h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
+            then = gl.load(decays + rows, mask=rows < tiles.T, other=0.0)
+            left = gl.exp(gl.minimum(gl.load(decays + (chunk_end - 1)) - then, 0.0))
+            acc = acc * left[:, None]
+            then_square = gl.convert_layout(then, gl.SliceLayout(1, square))
         for g in range(G):
             if W == 1:
                 ring.skip(item)
@@ -436,6 +505,11 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
                     at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T + late
                     p_q -= gl.load(lift_q + at + column, mask=column < tiles.T - late, other=0.0)[None, :]
                     p_w -= gl.load(lift_w + at + column, mask=column < tiles.T - late, other=0.0)[None, :]
+                if modes.DECAY:
+                    now = gl.load(decays + late + column, mask=column < tiles.T - late, other=0.0)
+                    reach = gl.exp(gl.minimum(now[None, :] - then_square[:, None], 0.0))
+                    p_q = p_q * reach
+                    p_w = p_w * reach
                 if late == begin:
                     p_q = gl.where(seen, p_q, 0.0)
                     p_w = gl.where(seen, p_w, 0.0)
@@ -446,10 +520,9 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
                 ring.release(item + 1)
                 item += 2
 
-        rows = begin + local
-        if modes.CENTRED:
+        if modes.CENTRED or (modes.DECAY and modes.LAST):
             at = ((n.to(gl.int64) * per_pulls + (chunk_end + modes.PULL - 1) // modes.PULL - 1) * HQ + h * G) * K
-            acc += gl.load(pulls + at + cols, mask=(cols >= 0) & later, other=0.0)[None, :]
+            acc += gl.load(pulls + at + cols, mask=(cols >= 0) & later, other=0.0)[None, :] * left[:, None]
         elif modes.LAST:
             acc += gl.load(last_sum + (n.to(gl.int64) * H + h) * K + cols)[None, :]
         if modes.BAR:
@@ -484,18 +557,19 @@ def read_dk_second(tensors, rings, tiles, heads, pointers, modes):
 
 @gluon.jit(do_not_specialize=["T", "tokens", "HQ", "H", "per_tiles", "per_chunks", "per_pulls", "tiles"])
 def dk_hopper_kernel(
-    x, q, w, states, bar, out, k_rnorm, lift_q, lift_w, pulls, last_sum,
+    x, q, w, states, bar, out, k_rnorm, lift_q, lift_w, pulls, last_sum, through,
     T, tokens, HQ, H, per_tiles, per_chunks, per_pulls, tiles,
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    UNIT: gl.constexpr, BAR: gl.constexpr, LAST: gl.constexpr, CENTRED: gl.constexpr, PULL: gl.constexpr,
+    UNIT: gl.constexpr, BAR: gl.constexpr, LAST: gl.constexpr, CENTRED: gl.constexpr, DECAY: gl.constexpr,
+    PULL: gl.constexpr,
 ):  # fmt: skip
     """dk: as reads.dk_kernel."""
     tensors = (x, q, w, states, bar, out)
     rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
     fence_async_shared()
     place = Tiles(T, H, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
-    pointers = (k_rnorm, lift_q, lift_w, pulls, last_sum, per_pulls, tokens)
-    modes = KeyModes(UNIT, BAR, LAST, CENTRED, PULL)  # type: ignore[call-arg]
+    pointers = (k_rnorm, lift_q, lift_w, pulls, last_sum, through, per_pulls, tokens)
+    modes = KeyModes(UNIT, BAR, LAST, CENTRED, DECAY, PULL)  # type: ignore[call-arg]
     gl.warp_specialize(
         [
             (read_dk_first, (tensors, rings, place, (HQ, H), pointers, modes)),
@@ -517,33 +591,36 @@ def rows_of(x: Tensor) -> TensorDescriptor:
 
 
 def clean(
-    grid: Grid, x: Tensor, k: Tensor, lam: Tensor | None, states: Tensor, sums: Tensor, out: Tensor, means: Tensor,
-    other: Tensor | None, along: Tensor | None, centred: bool, unit: bool, unit_other: bool,
+    grid: Grid, x: Tensor, keys: Keys, lam: Tensor | None, step: int, decay: Decay, states: Tensor, out: Tensor,
+    means: Tensor, beside: Rows, centred: bool, unit: bool,
 ) -> None:  # fmt: skip
     """See launch.read_tiles."""
-    rows = rows_of(x)
+    rows, made = rows_of(x), rows_of(out)
     clean_hopper_kernel[(grid.programs(grid.query_heads),)](
-        rows, rows_of(k), rows_of(states.view(1, -1, 1, grid.size)), rows if other is None else rows_of(other),
-        rows_of(out), lam, sums, grid.count, means, along,
-        grid.length, grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, grid.per_sums, grid.tiles, EPS,
+        rows, rows_of(keys.stat), rows_of(states.view(1, -1, 1, grid.size)),
+        rows if beside.other is None else rows_of(beside.other), made,
+        made if beside.kept is None else rows_of(beside.kept), lam, keys.sums, grid.count, *decay, means, beside.along,
+        grid.length, grid.tokens, grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, grid.per_sums,
+        grid.tiles, EPS,
         K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
-        INITIAL=grid.count is not None, CENTRED=centred, UNIT=unit, CORRECTION=lam is None, ALONG=other is not None,
-        UNIT_OTHER=unit_other, num_warps=4, maxnreg=168,
+        STEP=step, KEEP=beside.kept is not None, INITIAL=grid.count is not None, CENTRED=centred,
+        DECAY=decay.through is not None, UNIT=unit, ALONG=beside.other is not None, UNIT_OTHER=beside.unit_other,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
 def dk(
     grid: Grid, pull_grid: Grid, q: Tensor, k: Tensor, k_rnorm: Tensor | None, dk_bar: Tensor | None, adjoint: Adjoint,
-    states: Tensor, last_sum: Tensor | None, out: Tensor, centred: bool,
+    decay: Decay, states: Tensor, last_sum: Tensor | None, out: Tensor, centred: bool,
 ) -> None:  # fmt: skip
     """See launch.dk_tiles."""
     rows = rows_of(k)
     dk_hopper_kernel[(grid.programs(grid.key_heads),)](
         rows, rows_of(q), rows_of(adjoint.weighted), rows_of(states.view(1, -1, 1, grid.size)),
         rows if dk_bar is None else rows_of(dk_bar), rows_of(out), k_rnorm, adjoint.lift_q, adjoint.lift_w,
-        adjoint.pulls, last_sum, grid.length, k.shape[0] * k.shape[1], grid.query_heads, grid.key_heads,
+        adjoint.pulls, last_sum, decay.through, grid.length, grid.tokens, grid.query_heads, grid.key_heads,
         grid.per_tiles, grid.per_chunks, pull_grid.per_sums, grid.tiles,
         K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
         UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, CENTRED=centred,
-        PULL=pull_grid.config.BN, num_warps=4, maxnreg=168,
+        DECAY=decay.through is not None, PULL=pull_grid.config.BN, num_warps=4, maxnreg=168,
     )  # fmt: skip

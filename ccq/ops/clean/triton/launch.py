@@ -9,11 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean.chunk import Gradients, Past, Saved
+from ccq.ops.clean.chunk import Gradients, Past, Read, Saved, kept_dtype
+from ccq.ops.clean.state import weight_of
 from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
-from ccq.ops.clean.triton.reads import clean_kernel, dk_kernel, finish_kernel
-from ccq.ops.clean.triton.scans import adjoint_kernel, keys_kernel, states_kernel, sums_kernel
-from ccq.ops.precision import EPS, inv_norm, unit_backward
+from ccq.ops.clean.triton import reads
+from ccq.ops.clean.triton.reads import clean_kernel, dk_kernel, finish_kernel, turn_kernel
+from ccq.ops.clean.triton.scans import adjoint_kernel, keys_kernel, states_kernel, sums_kernel, weights_kernel
+from ccq.ops.precision import EPS
+
+Y, SCALED, PROJECTED = (x.value for x in (reads.Y, reads.SCALED, reads.PROJECTED))
 
 
 class Grid:
@@ -23,7 +27,7 @@ class Grid:
         batch, self.length, self.key_heads, self.size = k.shape
         self.query_heads = q.shape[2]
         self.block_k = block_size(self.size)
-        self.config, self.device = config, q.device
+        self.config, self.device, self.tokens = config, q.device, batch * self.length
         self.cu, self.count = cu_seqlens, count
         # Triton's interpreter multiplies bf16 as if it were integers
         self.product = tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
@@ -49,7 +53,7 @@ class Grid:
         """Arguments that the kernels over tiles share."""
         spread = self.tiles * self.query_heads <= 4 * processors(self.device)
         return (
-            self.sequences, self.length, self.query_heads, self.key_heads, self.size,
+            self.sequences, self.length, self.tokens, self.query_heads, self.key_heads, self.size,
             self.per_tiles, self.per_chunks, self.per_sums, self.tiles, int(spread),
         )  # fmt: skip
 
@@ -75,6 +79,7 @@ class Grid:
         several = self.segments > 1
         shape = (self.sequences, self.key_heads, self.segments, self.size, self.size)
         totals = like.new_empty(shape if several else 0, dtype=torch.float32)
+        kept = like.new_empty(shape[:3] if several else 0, dtype=torch.float32)
         sizes = (self.key_heads, self.size, self.segments, self.blocks, self.per_sums, self.per_chunks, 1.0)
         options = {
             "VARLEN": self.cu is not None, "S": c.S, "BR": c.BR, "BLK": c.BLK,
@@ -82,8 +87,8 @@ class Grid:
         }  # fmt: skip
         programs = (self.sequences * self.key_heads * self.segments * self.blocks,)
         if several:
-            launch(programs, totals, sizes, TOTALS=True, SEGMENTS=False, **options)
-        launch(programs, totals, sizes, TOTALS=False, SEGMENTS=several, **options)
+            launch(programs, (totals, kept), sizes, TOTALS=True, SEGMENTS=False, **options)
+        launch(programs, (totals, kept), sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
@@ -113,73 +118,115 @@ def offsets(cu_seqlens: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
 
 
-def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The key of the statistics and 1/|k| (k itself and nothing, without `norm`); the sums of BN keys each.
+class Decay(NamedTuple):
+    """What the log-decays of a call come to. [Hk, B T] both, a sequence's tokens behind one another."""
 
-    Here alone k may be a part of a wider tensor.
-    """
+    through: Tensor | None = None  # their running sum, begun anew every PERIOD tokens
+    weights: Tensor | None = None  # n_t
+
+
+def run_weights(
+    grid: Grid, log_decay: Tensor, start: Tensor | None, x: Tensor | None = None, reverse: bool = False
+) -> tuple[Decay, Tensor]:
+    """n_t = gamma_t n_{t-1} + x_t (1 without x), and n behind the last token; from the last to the first, `reverse`."""
+    made = log_decay.new_empty(2, grid.key_heads, grid.tokens, dtype=torch.float32)
+    end = log_decay.new_empty(grid.sequences, grid.key_heads, dtype=torch.float32)
+    weights_kernel[(grid.sequences * grid.key_heads,)](
+        log_decay, x, start, made[0], made[1], end, grid.cu, grid.length, grid.tokens, grid.key_heads,
+        START=start is not None, X=x is not None, END=True, REVERSE=reverse, VARLEN=grid.cu is not None,
+        BL=256 if grid.length <= 256 else 2048,
+    )  # fmt: skip
+    return Decay(*made), end
+
+
+class Keys(NamedTuple):
+    """What the scans need of the keys."""
+
+    stat: Tensor  # those of the statistics
+    rnorm: Tensor  # 1/|k|, where they were made unit
+    sums: Tensor  # [sums, Hk, K] of BN keys each, then of all before
+    faded: Tensor  # with a decay: times the root of what is left of them at the end of their chunk
+    fades: Tensor  # [sums, Hk] with a decay: what BN tokens leave of a sum
+
+
+def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool, decay: Decay) -> Keys:
+    """The keys made unit (with `norm`, else k itself) and their sums. Here alone k may be a part of a wider tensor."""
+    decayed = decay.through is not None
     k_bar = torch.empty_like(k, memory_format=torch.contiguous_format) if norm else k
     rnorm = k.new_empty(k.shape[:-1] if norm else 0, dtype=torch.float32)
     key_sums = k.new_empty((grid.sums, grid.key_heads, grid.size) if sums else 0, dtype=torch.float32)
-    if norm or sums:
+    faded = torch.empty_like(k, memory_format=torch.contiguous_format) if decayed else k_bar
+    fades = k.new_empty((grid.sums, grid.key_heads) if decayed else 0, dtype=torch.float32)
+    if norm or sums or decayed:
         keys_kernel[(grid.sums * grid.key_heads,)](
-            k, k_bar, rnorm, key_sums, grid.cu, grid.sum_offsets,
-            grid.sequences, grid.length, grid.key_heads, grid.size, k.stride(1), grid.per_sums, EPS,
-            NORM=norm, SUMS=sums, VARLEN=grid.cu is not None, BN=grid.config.BN, BK=grid.block_k,
-            num_warps=grid.row_warps(1024),
+            k, k_bar, rnorm, key_sums, decay.through, faded, fades, grid.cu, grid.sum_offsets,
+            grid.sequences, grid.length, grid.tokens, grid.key_heads, grid.size, k.stride(1), grid.per_sums, EPS,
+            NORM=norm, SUMS=sums, DECAY=decayed, VARLEN=grid.cu is not None, BN=grid.config.BN, S=grid.config.S,
+            BK=grid.block_k, num_warps=grid.row_warps(1024),
         )  # fmt: skip
-    return k_bar, rnorm, key_sums
+    return Keys(k_bar, rnorm, key_sums, faded, fades)
 
 
 def run_sums(
-    grid: Grid, sums: Tensor, table: Tensor | None, per_sequence: int,
-    start: Tensor | None, end: Tensor | None, groups: int, reverse: bool,
-) -> None:  # fmt: skip
-    """In place: the sum of all entries before each one (after it, if `reverse`); that of all of them into `end`."""
-    columns = min(grid.block_k, 64)
+    grid: Grid, sums: Tensor, fades: Tensor, start: Tensor | None, end: Tensor | None, groups: int, reverse: bool
+) -> Tensor:
+    """The sum of all entries before each one (after it, if `reverse`); that of all of them into `end`."""
+    columns, decayed = min(grid.block_k, 64), fades.numel() > 0
+    out = torch.empty_like(sums) if decayed else sums
     sums_kernel[(grid.sequences * grid.key_heads, cdiv(grid.size, columns))](
-        sums, start, end, table, grid.key_heads, grid.size, per_sequence, groups,
-        START=start is not None, END=end is not None, REVERSE=reverse, VARLEN=grid.cu is not None, BB=64, BC=columns,
+        sums, fades, out, start, end, grid.sum_offsets, grid.key_heads, grid.size, grid.per_sums, groups,
+        START=start is not None, END=end is not None, REVERSE=reverse, DECAY=decayed, VARLEN=grid.cu is not None,
+        BB=64, BC=columns,
     )  # fmt: skip
+    return out
 
 
 def key_states(
-    grid: Grid, k: Tensor, sums: Tensor, second_moment: Tensor | None, centred: bool, final: Tensor | None
+    grid: Grid, keys: Keys, decay: Decay, second_moment: Tensor | None, centred: bool, final: Tensor | None
 ) -> Tensor:
     """The covariance before each chunk; C after the last one into `final`."""
-    states = k.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
+    states = keys.stat.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
 
     def launch(programs, totals, sizes, **options):
         states_kernel[programs](
-            k, second_moment, grid.count, grid.cu, grid.sum_offsets, grid.chunk_offsets, sums, totals, states, final,
-            grid.length, *sizes, INITIAL=grid.count is not None, FINAL=final is not None and not options["TOTALS"],
-            CENTRED=centred, BN=grid.config.BN, **options,
+            keys.faded, second_moment, grid.count, *decay, grid.cu, grid.sum_offsets, grid.chunk_offsets, keys.sums,
+            *totals, states, final,
+            grid.length, grid.tokens, *sizes, INITIAL=grid.count is not None,
+            FINAL=final is not None and not options["TOTALS"], CENTRED=centred, DECAY=decay.through is not None,
+            BN=grid.config.BN, **options,
         )  # fmt: skip
 
-    grid.scan(launch, k)
+    grid.scan(launch, keys.stat)
     return states
 
 
-def read_tiles(
-    grid: Grid, x: Tensor, k: Tensor, lam: Tensor | None, states: Tensor, sums: Tensor,
-    centred: bool, unit: bool, dtype: torch.dtype,
-    other: Tensor | None = None, along: Tensor | None = None, unit_other: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x_clean (Sigma x itself without `lam`) from the states of `key_states`; and m_t, the mean of the scores.
+class Rows(NamedTuple):
+    """Where the tiles' results go beside x_clean."""
 
-    With `other`, its product with -Sigma x goes into `along`.
-    """
+    kept: Tensor | None = None  # y of a projected step
+    other: Tensor | None = None  # its product with -Sigma x goes into `along`; over its norm, if `unit_other`
+    along: Tensor | None = None
+    unit_other: bool = False
+
+
+def read_tiles(
+    grid: Grid, x: Tensor, keys: Keys, lam: Tensor | None, step: int, decay: Decay, states: Tensor,
+    centred: bool, unit: bool, dtype: torch.dtype, rows: Rows = Rows(),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x_clean (Sigma x itself for the step Y) from the states of `key_states`; and m_t, the mean of the scores."""
     out = torch.empty_like(x, dtype=dtype)
     means = x.new_empty(x.shape[:-1] if centred else 0, dtype=torch.float32)
     if grid.config.hopper:
         from ccq.ops.clean.triton import hopper
 
-        hopper.clean(grid, x, k, lam, states, sums, out, means, other, along, centred, unit, unit_other)
+        hopper.clean(grid, x, keys, lam, step, decay, states, out, means, rows, centred, unit)
         return out, means
     clean_kernel[(grid.tiles * grid.query_heads,)](
-        x, k, lam, states, sums, grid.count, grid.cu, *grid.tables, out, means, other, along, *grid.sizes(), EPS,
-        UNIT=unit, INITIAL=grid.count is not None, CORRECTION=lam is None, ALONG=other is not None,
-        UNIT_OTHER=unit_other, **grid.tile_options(centred),
+        x, keys.stat, lam, states, keys.sums, grid.count, *decay, grid.cu, *grid.tables, out, rows.kept, means,
+        rows.other, rows.along, *grid.sizes(), EPS,
+        STEP=step, KEEP=rows.kept is not None, UNIT=unit, INITIAL=grid.count is not None,
+        DECAY=decay.through is not None, ALONG=rows.other is not None, UNIT_OTHER=rows.unit_other,
+        **grid.tile_options(centred),
     )  # fmt: skip
     return out, means
 
@@ -187,39 +234,63 @@ def read_tiles(
 class Adjoint(NamedTuple):
     """What the keys' gradient needs of the queries."""
 
-    weighted: Tensor  # [B, T, Hq, K] w_t = u_t / (t |q_t|)
+    weighted: Tensor  # [B, T, Hq, K] w_t = dy_t / (t |q_t|)
+    reaching: Tensor  # with a decay: as they reach the beginning of their chunk
     pulls: Tensor  # [sums, Hq, K] of the mean, BN rows each
     lift_q: Tensor  # [Hq, B T] to take off the scores k_j . q_t
     lift_w: Tensor  # and k_j . w_t
+    through_n: Tensor  # [Hq, B T] the gradient of n_t, where that of the decay is wanted
 
 
 def finish(
-    grid: Grid, g: Tensor, q: Tensor, lam: Tensor, m_q: Tensor, m_g: Tensor, read: Tensor, centred: bool, unit: bool
-) -> tuple[Tensor, Adjoint]:
-    """dq, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again."""
+    grid: Grid, chunk: int, g: Tensor, saved: Saved, step: int, decay: Decay, m_g: Tensor, read: Tensor, how: Read,
+    decays: bool,
+) -> tuple[Tensor, Adjoint]:  # fmt: skip
+    """dq, and what the keys' gradient needs, from `read` = Sigma g, whose memory is used again.
+
+    `chunk`: the tokens of a chunk of the pass that makes dk.
+    """
+    q, decayed = saved.q, decay.through is not None
     dq = torch.empty_like(q)
-    tokens = q.shape[0] * q.shape[1]
-    lifts = q.new_empty((2, grid.query_heads, tokens) if centred else (2, 0), dtype=torch.float32)
-    pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if centred else 0, dtype=torch.float32)
-    adjoint = Adjoint(read, pulls, *lifts)
+    lifts = q.new_empty((2, grid.query_heads, grid.tokens) if how.centred else (2, 0), dtype=torch.float32)
+    pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if how.centred else 0, dtype=torch.float32)
+    reaching = torch.empty_like(read) if decayed else read
+    through_n = q.new_empty((grid.query_heads, grid.tokens) if decays else 0, dtype=torch.float32)
+    adjoint = Adjoint(read, reaching, pulls, *lifts, through_n)
     finish_kernel[(grid.sums * grid.query_heads,)](
-        g, q, lam, m_q, m_g, grid.count, grid.cu, grid.sum_offsets, dq, *adjoint,
-        grid.sequences, grid.length, tokens, grid.query_heads, grid.size, grid.per_sums, EPS,
-        UNIT=unit, VARLEN=grid.cu is not None, INITIAL=grid.count is not None, CENTRED=centred,
-        BN=grid.config.BN, BK=grid.block_k, num_warps=grid.row_warps(2048),
+        g, q, saved.lam, saved.y, saved.means, m_g, grid.count, *decay, grid.cu, grid.sum_offsets, dq, *adjoint,
+        grid.sequences, grid.length, grid.tokens, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, EPS,
+        STEP=step, UNIT=how.normalize == "unit", VARLEN=grid.cu is not None, INITIAL=grid.count is not None,
+        CENTRED=how.centred, DECAY=decayed, DECAYS=decays, BN=grid.config.BN, S=chunk, BK=grid.block_k,
+        num_warps=grid.row_warps(2048),
     )  # fmt: skip
     return dq, adjoint
 
 
-def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None, first: Tensor | None) -> Tensor:
+def turn(grid: Grid, g: Tensor, saved: Saved, unit: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of y and lam of a projected step."""
+    assert saved.lam is not None
+    dy, dlam = torch.empty_like(g, dtype=grid.state_dtype), torch.empty_like(saved.lam)
+    rows = grid.config.BN
+    turn_kernel[(cdiv(grid.tokens, rows) * grid.query_heads,)](
+        g, saved.q, saved.lam, saved.y, dy, dlam, grid.tokens, grid.query_heads, grid.size, EPS,
+        UNIT=unit, BN=rows, BK=grid.block_k, num_warps=grid.row_warps(2048),
+    )  # fmt: skip
+    return dy, dlam
+
+
+def adjoint_states(
+    grid: Grid, q: Tensor, weighted: Tensor, decay: Decay, last: Tensor | None, first: Tensor | None
+) -> Tensor:
     """R after each chunk, begun at `last`; half of what it is before the first one into `first`."""
     states = q.new_empty(grid.chunks, grid.key_heads, grid.size, grid.size, dtype=grid.state_dtype)
 
     def launch(programs, totals, sizes, **options):
         adjoint_kernel[programs](
-            q, weighted, last, grid.cu, grid.sum_offsets, grid.chunk_offsets, totals, states, first,
-            grid.length, grid.query_heads, *sizes,
-            LAST=last is not None, FIRST=first is not None and not options["TOTALS"], **options,
+            q, weighted, last, decay.through, grid.cu, grid.sum_offsets, grid.chunk_offsets, *totals, states, first,
+            grid.length, grid.tokens, grid.query_heads, *sizes,
+            LAST=last is not None, FIRST=first is not None and not options["TOTALS"],
+            DECAY=decay.through is not None, **options,
         )  # fmt: skip
 
     grid.scan(launch, q)
@@ -228,88 +299,129 @@ def adjoint_states(grid: Grid, q: Tensor, weighted: Tensor, last: Tensor | None,
 
 def dk_tiles(
     grid: Grid, pull_grid: Grid, q: Tensor, k: Tensor, k_rnorm: Tensor | None, dk_bar: Tensor | None,
-    adjoint: Adjoint, states: Tensor, last_sum: Tensor | None, centred: bool,
+    adjoint: Adjoint, decay: Decay, states: Tensor, last_sum: Tensor | None, centred: bool, scaled: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given."""
+    """dk from the states of `adjoint_states`; through the norm where `k_rnorm` is given.
+
+    Into `scaled` the gradient of scaling what each token adds to C and s, for that of the decay.
+    """
     dk = torch.empty_like(k)
     if grid.config.hopper:
         from ccq.ops.clean.triton import hopper
 
-        hopper.dk(grid, pull_grid, q, k, k_rnorm, dk_bar, adjoint, states, last_sum, dk, centred)
+        hopper.dk(grid, pull_grid, q, k, k_rnorm, dk_bar, adjoint, decay, states, last_sum, dk, centred)
         return dk
-    n, length, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles, spread = grid.sizes()
+    n, length, tokens, query_heads, key_heads, size, per_tiles, per_chunks, _, tiles, spread = grid.sizes()
     dk_kernel[(tiles * key_heads,)](
         q, adjoint.weighted, k, k_rnorm, dk_bar, adjoint.lift_q, adjoint.lift_w, states, adjoint.pulls, last_sum,
-        grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.sum_offsets, dk,
-        n, length, k.shape[0] * k.shape[1], query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums,
-        tiles, spread,
-        UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, PULL=pull_grid.config.BN,
-        **grid.tile_options(centred),
+        decay.through, scaled, grid.cu, grid.tile_offsets, grid.chunk_offsets, pull_grid.sum_offsets, dk,
+        n, length, tokens, query_heads, key_heads, size, per_tiles, per_chunks, pull_grid.per_sums, tiles, spread,
+        UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, DECAY=decay.through is not None,
+        DECAYS=scaled is not None, PULL=pull_grid.config.BN, **grid.tile_options(centred),
     )  # fmt: skip
     return dk
 
 
+def begin(
+    name: str, q: Tensor, k: Tensor, log_decay: Tensor | None, past: Past, hopper: bool
+) -> tuple[Grid, Decay, Tensor | None]:
+    """The grid of a pass, and what its decay comes to, with the weight after the last token."""
+    if log_decay is None:
+        return pick_grid(name, q, k, past, hopper), Decay(), None
+    if past.seen is not None:
+        past = past._replace(seen=weight_of(past.seen, k.shape[2], torch.float32).contiguous())
+    grid = pick_grid(name, q, k, past, hopper)
+    return grid, *run_weights(grid, log_decay, past.seen)
+
+
 def forward(
-    q: Tensor, k: Tensor, lam: Tensor | None, past: Past, centred: bool, normalize: str, output_final_state: bool = True
-) -> tuple[Tensor | None, ...]:
+    q: Tensor, k: Tensor, lam: Tensor | None, log_decay: Tensor | None, past: Past, how: Read,
+    output_final_state: bool = True, keep_y: bool = True,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """As `chunk.forward`."""
-    q, lam = contiguous(q, lam)
+    q, lam, log_decay = contiguous(q, lam, log_decay)
     past = Past(*contiguous(*past))
-    if normalize == "none" or not in_rows(k):
+    if how.normalize == "none" or not in_rows(k):
         k = k.contiguous()
-    grid = pick_grid("clean", q, k, past, hopper=lam is not None)  # y by itself is fp32
-    k_stat, k_rnorm, sums = prepare_keys(grid, k, normalize != "none", centred or output_final_state)
+    step = Y if lam is None else PROJECTED if how.step == "projected" else SCALED
+    grid, decay, weight = begin("clean", q, k, log_decay, past, hopper=lam is not None)  # y by itself is fp32
+    keys = prepare_keys(grid, k, how.normalize != "none", how.centred or output_final_state, decay)
     final = empty_state(grid, k, output_final_state)
-    if centred or output_final_state:
-        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, past.key_sum, final[1], groups=1, reverse=False)
-    states = key_states(grid, k_stat, sums, past.second_moment, centred, final[0])
+    if how.centred or output_final_state:
+        keys = keys._replace(sums=run_sums(grid, keys.sums, keys.fades, past.key_sum, final[1], 1, reverse=False))
+    states = key_states(grid, keys, decay, past.second_moment, how.centred, final[0])
     dtype = torch.float32 if lam is None else q.dtype
-    out, means = read_tiles(grid, q, k_stat, lam, states, sums, centred, normalize == "unit", dtype)
-    return out, k_stat, k_rnorm, means, *final
+    kept = torch.empty_like(q, dtype=kept_dtype(q.dtype)) if keep_y and step == PROJECTED else None
+    unit = how.normalize == "unit"
+    out, means = read_tiles(grid, q, keys, lam, step, decay, states, how.centred, unit, dtype, Rows(kept))
+    return out, keys.stat, keys.rnorm, means, kept, *final, weight
 
 
-def backward(grads: Gradients, saved: Saved, past: Past, centred: bool, normalize: str) -> tuple[Tensor | None, ...]:
+def backward(
+    grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool = True
+) -> tuple[Tensor | None, ...]:
     """As `chunk.backward`."""
-    g, dk_bar, d_second_moment, d_key_sum = contiguous(*grads)
-    q, k, k_rnorm, means, lam = contiguous(*saved)
-    past = Past(*contiguous(*past))
-    hopper, unit = lam is not None, normalize == "unit"
-    grid = pick_grid("clean", q, k, past, hopper)
+    g, dk_bar, d_second_moment, d_key_sum, d_weight = contiguous(*grads)
+    saved, past = Saved(*contiguous(*saved)), Past(*contiguous(*past))
+    q, k, lam, centred, unit = saved.q, saved.k, saved.lam, how.centred, how.normalize == "unit"
+    hopper, decays = lam is not None, decays and saved.log_decay is not None
+    grid, decay, weight = begin("clean", q, k, saved.log_decay, past, hopper)
+    key_grid = pick_grid("dk", q, k, past._replace(seen=grid.count), hopper and not decays)
     if (d_second_moment is None) != (d_key_sum is None):
         zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
         d_second_moment = zeros if d_second_moment is None else d_second_moment
         d_key_sum = zeros[..., 0].contiguous() if d_key_sum is None else d_key_sum
-    k_stat, _, sums = prepare_keys(grid, k, normalize == "stats", centred)
-    if centred:
-        run_sums(grid, sums, grid.sum_offsets, grid.per_sums, past.key_sum, None, groups=1, reverse=False)
-    states = key_states(grid, k_stat, sums, past.second_moment, centred, None)
-    if lam is None:  # dy: as if lam were -1, but without the query that y is taken off
-        g = g.to(grid.state_dtype)
-        read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype)
-        del states, sums  # memory for what follows
-        dlam, q_rnorm = None, inv_norm(q)
-        dq = unit_backward(read, q * q_rnorm, q_rnorm) if unit else read.clone()  # `finish` uses its memory again
-        dq = dq.to(q.dtype)
-        minus = q.new_full(q.shape[:-1], -1.0, dtype=torch.float32)
-        _, adjoint = finish(grid, g, q, minus, means, means_g, read, centred, unit)
+    again = decays and d_second_moment is not None  # the final state, which the gradient of the decay asks for
+    keys = prepare_keys(grid, k, how.normalize == "stats", centred or again, decay)
+    last = empty_state(grid, k, again)
+    if centred or again:
+        keys = keys._replace(sums=run_sums(grid, keys.sums, keys.fades, past.key_sum, last[1], 1, reverse=False))
+    states = key_states(grid, keys, decay, past.second_moment, centred, last[0])
+    step, dlam, rows = Y, None, Rows()
+    x = g  # whose product with Sigma is needed
+    if saved.y is not None:
+        step = PROJECTED
+        x, dlam = turn(grid, g, saved, unit)
+    elif lam is not None:
+        step, dlam = SCALED, torch.empty_like(lam)
+        rows = Rows(None, q, dlam, unit)
     else:
-        dlam = torch.empty_like(lam)
-        read, means_g = read_tiles(grid, g, k_stat, None, states, sums, centred, False, grid.state_dtype, q, dlam, unit)
-        del states, sums
-        dq, adjoint = finish(grid, g, q, lam, means, means_g, read, centred, unit)
+        x = g = g.to(grid.state_dtype)
+    read, means_g = read_tiles(grid, x, keys, None, Y, decay, states, centred, False, grid.state_dtype, rows)
+    stat, fades = keys.stat, keys.fades
+    del states, keys, x  # memory for what follows
+    dq, adjoint = finish(grid, key_grid.config.S, g, saved, step, decay, means_g, read, how, decays)
 
     first: tuple[Tensor | None, Tensor | None] = empty_state(grid, k, past.second_moment is not None)
-    if centred:
-        groups = grid.query_heads // grid.key_heads
-        run_sums(grid, adjoint.pulls, grid.sum_offsets, grid.per_sums, d_key_sum, first[1], groups, reverse=True)
+    groups = grid.query_heads // grid.key_heads
+    if centred or (d_key_sum is not None and fades.numel()):
+        pulls = adjoint.pulls
+        if not centred:
+            pulls = pulls.new_zeros(grid.sums, grid.query_heads, grid.size)
+        pulls = run_sums(grid, pulls, fades, d_key_sum, first[1], groups, reverse=True)
+        adjoint = adjoint._replace(pulls=pulls)
     elif first[1] is not None:
         first = (first[0], first[1].zero_() if d_key_sum is None else d_key_sum.clone())
-    key_grid = pick_grid("dk", q, k, past, hopper)
-    states = adjoint_states(key_grid, q, adjoint.weighted, d_second_moment, first[0])
+    states = adjoint_states(key_grid, q, adjoint.reaching, decay, d_second_moment, first[0])
+    scaled = torch.empty_like(decay.weights) if decays and decay.weights is not None else None
+    rnorm = None if how.normalize == "none" else saved.k_rnorm
     dk = dk_tiles(
-        key_grid, grid, q, k_stat, None if normalize == "none" else k_rnorm, dk_bar, adjoint, states, d_key_sum, centred
-    )  # fmt: skip
-    return dq, dk, dlam, *first
+        key_grid, grid, q, stat, rnorm, dk_bar, adjoint, decay, states, d_key_sum, centred, scaled
+    )
+    d_first = d_log_decay = None
+    if scaled is not None:
+        through_n = adjoint.through_n.view(grid.key_heads, groups, -1).sum(1)
+        through_n, d_first = run_weights(grid, saved.log_decay, d_weight, through_n, reverse=True)
+        scaled += through_n.weights
+        whole = scaled.new_zeros(grid.sequences, grid.key_heads)
+        if d_second_moment is not None:
+            whole += (d_second_moment * last[0]).sum((-1, -2)) + (d_key_sum * last[1]).sum(-1)
+        if d_weight is not None:
+            whole += d_weight * weight
+        flat = torch.zeros_like(saved.log_decay)
+        d_log_decay, _ = run_weights(grid, flat, -whole, scaled, reverse=True)
+        d_log_decay = -d_log_decay.weights.view(grid.key_heads, *k.shape[:2]).permute(1, 2, 0)
+    return dq, dk, dlam, *first, d_first, d_log_decay if d_log_decay is None else d_log_decay.contiguous()
 
 
 def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:

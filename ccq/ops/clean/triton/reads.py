@@ -8,7 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ccq.ops.clean.triton.scans import VARYING, load_rows, locate, store_rows
+from ccq.ops.clean.reference import LEAST
+from ccq.ops.clean.triton.scans import (
+    PERIOD,
+    VARYING,
+    decay_before,
+    load_rows,
+    locate,
+    store_rows,
+    weight_before,
+)
+
+SMALLEST = tl.constexpr(LEAST)  # added to y . y
+# what is made of y = Sigma q, and so what its gradient is
+Y, SCALED, PROJECTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -47,7 +60,7 @@ def tile_bounds(tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T,
         first_sum = n.to(tl.int64) * per_sums
     seen = begin * 0
     if INITIAL:
-        seen += tl.load(count + inside)
+        seen += tl.load(count + inside).to(tl.int64)
     chunk_begin = rank * BT // S * S
     return n, begin, length, seen, rank * BT, chunk_begin, chunk + chunk_begin // S, first_sum
 
@@ -110,12 +123,13 @@ def outer_sum(acc, x, sums, BT: tl.constexpr, BN: tl.constexpr, DT: tl.constexpr
 
 
 @triton.jit
-def read_keys(acc, x, before, past, t, k_base, chunk_begin, tile_begin, length, H, K,
-              CENTRED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def read_keys(acc, x, before, past, t, now, through, k_base, chunk_begin, tile_begin, length, H, K,
+              CENTRED: tl.constexpr, DECAY: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
               DT: tl.constexpr, IP: tl.constexpr):  # fmt: skip
     """acc + sum (k_j . x_t - m_t) k_j / past over the chunk's keys up to each row, and m_t.
 
-    BN keys at a time, the latest first: a row's m_t is complete with the block of keys that holds its own.
+    BN keys at a time, the latest first: a row's m_t is complete with the block of keys that holds its own. DECAY: each
+    key counts as much as is left of it; `now` is the running log-decay at the rows.
     """
     cols = tl.arange(0, BK)
     local = tl.arange(0, BT)
@@ -125,7 +139,16 @@ def read_keys(acc, x, before, past, t, k_base, chunk_begin, tile_begin, length, 
         keys = load_rows(k_base, tile_begin + offset, length, H * K, K, cols, BN, DT)
         p = tl.dot(x, tl.trans(keys), input_precision=IP)
         sees = local[:, None] >= offset + tl.arange(0, BN)[None, :]
-        if CENTRED:
+        if DECAY:
+            key = tile_begin + offset + tl.arange(0, BN)
+            then = tl.load(through + key, mask=key < length, other=0.0)
+            left = tl.exp(tl.minimum(now[:, None] - then[None, :], 0.0))
+            if CENTRED:
+                total = tl.sum(tl.where(sees, p * left, 0.0), 1)
+                m = tl.where((local >= offset) & (local < offset + BN), (total + before) / t, m)
+                p -= m[:, None]
+            p *= left
+        elif CENTRED:
             total = tl.sum(tl.where(sees, p, 0.0), 1)
             m = tl.where((local >= offset) & (local < offset + BN), (total + before) / t, m)
             p -= m[:, None]
@@ -135,33 +158,47 @@ def read_keys(acc, x, before, past, t, k_base, chunk_begin, tile_begin, length, 
 
 @triton.jit(do_not_specialize=VARYING)
 def clean_kernel(
-    q, k, lam, states, sums, count, cu, tile_offsets, chunk_offsets, sum_offsets, out, means, other, along,
-    N, T, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, spread, eps,
-    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr, CORRECTION: tl.constexpr,
-    ALONG: tl.constexpr, UNIT_OTHER: tl.constexpr,
+    q, k, lam, states, sums, count, through, weights, cu, tile_offsets, chunk_offsets, sum_offsets, out, kept, means,
+    other, along, N, T, M, HQ, H, K, per_tiles, per_chunks, per_sums, tiles, spread, eps,
+    STEP: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
+    CENTRED: tl.constexpr, DECAY: tl.constexpr, ALONG: tl.constexpr, UNIT_OTHER: tl.constexpr,
     BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """q_clean of one tile (Sigma q itself, if CORRECTION), and m_t.
+    """q_clean of one tile (Sigma q itself, for Y), and m_t.
 
     ALONG: also -x . Sigma q for rows x of `other` (over |x|, if UNIT_OTHER): with g for q and q for x, dlam.
+    KEEP: also y of a projected step.
     """
     tile, hq = schedule(tl.program_id(0), tiles, HQ, spread, S // BT, True)
     h = hq // (HQ // H)
     n, begin, length, seen, tile_begin, chunk_begin, chunk, first_sum = tile_bounds(
         tile, cu, tile_offsets, chunk_offsets, sum_offsets, count, N, T, per_tiles, per_chunks, per_sums,
-        VARLEN, INITIAL, BT, S,
+        VARLEN, INITIAL and not DECAY, BT, S,
     )  # fmt: skip
     if n >= N:
         return
     rows = tile_begin + tl.arange(0, BT)
     cols = tl.arange(0, BK)
-    t = (seen + rows + 1).to(tl.float32)
-    past = tl.maximum(seen + chunk_begin, 1).to(tl.float32)
+    now = tl.zeros([BT], tl.float32)
+    if DECAY:
+        through += h.to(tl.int64) * M + begin
+        weights += h.to(tl.int64) * M + begin
+        now = tl.load(through + rows, mask=rows < length, other=0.0)
+        t = tl.load(weights + rows, mask=rows < length, other=1.0)
+        start = weights
+        if INITIAL:
+            start = count + n * H + h
+        n0 = weight_before(weights, start, chunk_begin, INITIAL)
+        past = 1.0  # with a decay the sum is scaled on the way
+    else:
+        t = (seen + rows + 1).to(tl.float32)
+        n0 = tl.maximum(seen + chunk_begin, 1).to(tl.float32)
+        past = n0
     head = (begin * HQ + hq) * K
     sum_chunk = sums + ((first_sum + chunk_begin // BN) * H + h) * K
 
-    if not CORRECTION:
+    if STEP != Y:
         gate = tl.load(lam + (begin + rows) * HQ + hq, mask=rows < length, other=0.0).to(tl.float32)
     x = load_rows(q + head, tile_begin, length, HQ * K, K, cols, BT, DT)
     before = tl.zeros([BT], tl.float32)
@@ -169,6 +206,10 @@ def clean_kernel(
     if CENTRED:
         key_sums = load_sums(sum_chunk, chunk_begin, tile_begin, length, H, K, BT, BN, BK, DT)
         before, off = row_sums(x, key_sums, BT, BN, IP)
+        if DECAY:
+            block = rows // BN * BN
+            then = tl.load(through + block - 1, mask=(block % PERIOD != 0) & (block <= length), other=0.0)
+            before *= tl.exp(tl.minimum(now - then, 0.0))
     scale = tl.full([BT], 1.0, tl.float32)
     if UNIT:
         scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + eps)
@@ -179,15 +220,19 @@ def clean_kernel(
     acc = read_state(
         acc, q + head, states + (chunk * H + h) * K * K, state_rows, tile_begin, length, HQ, K, BT, BK, BS, DT, IP
     )
+    left = tl.full([BT], 1.0, tl.float32)
+    if DECAY:
+        left = tl.exp(tl.minimum(now - decay_before(through, chunk_begin), 0.0))
+        acc *= (left * n0)[:, None]
     acc, m = read_keys(
-        acc, x, before, past, t, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
-        CENTRED, BT, BN, BK, DT, IP,
+        acc, x, before, past, t, now, through, k + (begin * H + h) * K, chunk_begin, tile_begin, length, H, K,
+        CENTRED, DECAY, BT, BN, BK, DT, IP,
     )  # fmt: skip
     if CENTRED:
-        acc = outer_sum(acc, (off / past - m) / past, key_sums, BT, BN, DT, IP)
+        acc = outer_sum(acc, left * (off / n0 - m) / past, key_sums, BT, BN, DT, IP)
         tl.store(means + (begin + rows) * HQ + hq, m * scale, mask=rows < length)
     unit = scale * past / t
-    if CORRECTION:
+    if STEP == Y:
         y = (acc * unit[:, None]).to(out.dtype.element_ty)
         store_rows(out + head, y, tile_begin, length, HQ, K, cols, BT)
         if ALONG:  # from y as it is stored: in half precision it leaves room for x
@@ -198,23 +243,64 @@ def clean_kernel(
             at = (begin + rows) * HQ + hq
             tl.store(along + at, product.to(along.dtype.element_ty), mask=rows < length)
     else:  # the cast halves what is held beside q; it rounds lam y, not q
-        change = (acc * (-gate * unit)[:, None]).to(DT)
+        size = -gate * unit
         q_tile = load_rows(q + head, tile_begin, length, HQ * K, K, cols, BT, DT)
+        if STEP == PROJECTED:
+            squares = tl.sum(acc * acc, 1) * unit * unit + SMALLEST
+            size *= tl.sum(q_tile.to(tl.float32) * acc, 1) * scale * unit / squares
+            if KEEP:
+                store_rows(kept + head, acc * unit[:, None], tile_begin, length, HQ, K, cols, BT)
+        change = (acc * size[:, None]).to(DT)
         clean = q_tile.to(tl.float32) * scale[:, None] + change.to(tl.float32)
         store_rows(out + head, clean, tile_begin, length, HQ, K, cols, BT)
 
 
+@triton.jit
+def projected_backward(g, q, y, gate):
+    """As reference.projected_backward, for unit q where it is one: what goes to q, to y, and to lam."""
+    size = tl.sum(y * y, 1) + SMALLEST
+    share = tl.sum(q * y, 1) / size
+    moved = tl.sum(g * y, 1)
+    d_share = -gate * moved / size
+    dy = (-gate * share)[:, None] * g + d_share[:, None] * (q - (2 * share)[:, None] * y)
+    return g + d_share[:, None] * y, dy, -share * moved
+
+
+@triton.jit(do_not_specialize=VARYING)
+def turn_kernel(g, q, lam, kept, dy, dlam, M, HQ, K, eps, UNIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """The gradients of y and lam of a projected step, for BN rows of a head."""
+    pid = tl.program_id(0)
+    hq = pid % HQ
+    first = (pid // HQ).to(tl.int64) * BN  # borders of sequences mean nothing here
+    local = tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    rows = tl.minimum(M - first, BN).to(tl.int32)
+    head = (first * HQ + hq) * K
+    per_row = (first + local) * HQ + hq
+    gate = tl.load(lam + per_row, mask=local < rows, other=0.0).to(tl.float32)
+    q_tile = load_rows(q + head, 0, rows, HQ * K, K, cols, BN, tl.float32)
+    if UNIT:
+        q_tile *= tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)[:, None]
+    g_tile = load_rows(g + head, 0, rows, HQ * K, K, cols, BN, tl.float32)
+    y_tile = load_rows(kept + head, 0, rows, HQ * K, K, cols, BN, tl.float32)
+    _, turned, d_gate = projected_backward(g_tile, q_tile, y_tile, gate)
+    store_rows(dy + head, turned, 0, rows, HQ, K, cols, BN)
+    tl.store(dlam + per_row, d_gate.to(dlam.dtype.element_ty), mask=local < rows)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
-    g, q, lam, m_q, m_g, count, cu, sum_offsets, dq, weighted, pulls, lift_q, lift_w,
-    N, T, M, HQ, K, per_sums, eps,
-    UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    g, q, lam, kept, m_q, m_g, count, through, weights, cu, sum_offsets, dq, weighted, reaching, pulls, lift_q, lift_w,
+    through_n, N, T, M, HQ, H, K, per_sums, eps,
+    STEP: tl.constexpr, UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
+    DECAY: tl.constexpr, DECAYS: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dq from Sigma g, for BN rows of a head.
+    """dq from Sigma g (of a projected step: from Sigma dy), for BN rows of a head.
 
-    For dk: w_t = u_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
+    For dk: w_t = dy_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
     pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
+    DECAY: also w_t as it reaches the beginning of its chunk of S, and the pull as it reaches that of its tile. DECAYS:
+    also the gradient of n_t.
     """
     pid = tl.program_id(0)
     hq = pid % HQ
@@ -228,43 +314,76 @@ def finish_kernel(
     valid = rows < length
     head = (begin * HQ + hq) * K
     per_row = (begin + rows) * HQ + hq
-    seen = begin * 0
-    if INITIAL:
-        seen += tl.load(count + n)
-    t = (seen + rows + 1).to(tl.float32)
-    gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
+    if DECAY:
+        at = (hq // (HQ // H)).to(tl.int64) * M + begin
+        through += at
+        now = tl.load(through + rows, mask=valid, other=0.0)
+        t = tl.load(weights + at + rows, mask=valid, other=1.0)
+    else:
+        seen = begin * 0
+        if INITIAL:
+            seen += tl.load(count + n)
+        t = (seen + rows + 1).to(tl.float32)
     q_tile = load_rows(q + head, first, length, HQ * K, K, cols, BN, tl.float32)
     g_tile = load_rows(g + head, first, length, HQ * K, K, cols, BN, tl.float32)
     read = load_rows(weighted + head, first, length, HQ * K, K, cols, BN, tl.float32)
     scale = tl.full([BN], 1.0, tl.float32)
     if UNIT:
         scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
-    grad = g_tile - gate[:, None] * read  # of the query that was cleaned
+    share = scale / t  # of Sigma g's means and of g in w_t
+    if STEP == Y:
+        grad = read
+        w = g_tile * share[:, None]
+    else:
+        gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
+    if STEP == SCALED:
+        grad = g_tile - gate[:, None] * read  # of the query that was cleaned
+        share *= -gate
+        w = g_tile * share[:, None]
+    if STEP == PROJECTED:
+        y_tile = load_rows(kept + head, first, length, HQ * K, K, cols, BN, tl.float32)
+        grad, dy, _ = projected_backward(g_tile, q_tile * scale[:, None], y_tile, gate)
+        grad += read
+        w = dy * share[:, None]
     if UNIT:
         grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
     store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
-    w = g_tile * (-gate * scale / t)[:, None]
     store_rows(weighted + head, w, first, length, HQ, K, cols, BN)
+    at = hq.to(tl.int64) * M + begin + rows
+    if DECAY:
+        chunk = tl.exp(tl.minimum(now - decay_before(through, first // S * S), 0.0))
+        store_rows(reaching + head, w * chunk[:, None], first, length, HQ, K, cols, BN)
+        left = tl.exp(tl.minimum(now - decay_before(through, first), 0.0))
+    d_n = tl.zeros([BN], tl.float32)
+    if DECAYS:  # - q . Sigma dy / t
+        d_n = -tl.sum(q_tile * read, 1) * share
     if CENTRED:
         mean_q = tl.load(m_q + per_row, mask=valid, other=0.0) / scale
-        mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * (-gate * scale / t)
-        at = hq.to(tl.int64) * M + begin + rows
+        mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * share
         tl.store(lift_q + at, mean_q, mask=valid)
         tl.store(lift_w + at, mean_w, mask=valid)
-        pull = tl.sum(w * mean_q[:, None] + q_tile * mean_w[:, None], 0)
-        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pull, mask=cols < K)
+        pull = w * mean_q[:, None] + q_tile * mean_w[:, None]
+        if DECAY:
+            pull *= left[:, None]
+        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -tl.sum(pull, 0), mask=cols < K)
+        d_n += mean_q * mean_w
+    if DECAYS:
+        tl.store(through_n + at, d_n, mask=valid)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dk_kernel(
-    q, weighted, k, k_rnorm, dk_bar, lift_q, lift_w, states, pulls, last_sum, cu, tile_offsets, chunk_offsets,
-    pull_offsets, dk,
+    q, weighted, k, k_rnorm, dk_bar, lift_q, lift_w, states, pulls, last_sum, through, scaled, cu, tile_offsets,
+    chunk_offsets, pull_offsets, dk,
     N, T, M, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles, spread,
     UNIT: tl.constexpr, BAR: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, CENTRED: tl.constexpr,
-    PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    DECAY: tl.constexpr, DECAYS: tl.constexpr, PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """dk of one tile: R of the later chunks, and the queries of its own chunk that saw these keys."""
+    """dk of one tile: R of the later chunks, and the queries of its own chunk that saw these keys.
+
+    DECAYS: also the gradient of scaling what a token adds to C and s, but for that of n.
+    """
     tile, h = schedule(tl.program_id(0), tiles, H, spread, S // BT, False)
     n, begin, length, _, tile_begin, chunk_begin, chunk, pull0 = tile_bounds(
         tile, cu, tile_offsets, chunk_offsets, pull_offsets, None, N, T, per_tiles, per_chunks, per_pulls,
@@ -284,6 +403,17 @@ def dk_kernel(
     )
 
     keys = load_rows(k + head, tile_begin, length, H * K, K, cols, BT, DT)
+    own = tile_begin + local
+    then = tl.zeros([BT], tl.float32)
+    left = tl.full([BT], 1.0, tl.float32)  # of a key at the end of its chunk
+    inner = tl.zeros([BT], tl.float32)
+    if DECAY:
+        through += h.to(tl.int64) * M + begin
+        then = tl.load(through + own, mask=own < length, other=0.0)
+        left = tl.exp(tl.minimum(tl.load(through + chunk_end - 1) - then, 0.0))
+        acc *= left[:, None]
+        if DECAYS:
+            inner = 0.5 * tl.sum(acc * keys.to(tl.float32), 1)
     steps = (chunk_end - tile_begin + BN - 1) // BN
     for step in range(G * steps):
         hq = h * G + step // steps
@@ -293,21 +423,37 @@ def dk_kernel(
         x_w = load_rows(weighted + (begin * HQ + hq) * K, tile_begin + offset, length, HQ * K, K, cols, BN, DT)
         p_q = tl.dot(keys, tl.trans(x_q), input_precision=IP)
         p_w = tl.dot(keys, tl.trans(x_w), input_precision=IP)
+        sees = offset + tl.arange(0, BN)[None, :] >= local[:, None]
+        off_q = tl.zeros([1, BN], tl.float32)
+        off_w = tl.zeros([1, BN], tl.float32)
         if CENTRED:
             at = hq.to(tl.int64) * M + begin + late
-            p_q -= tl.load(lift_q + at, mask=late < length, other=0.0)[None, :]
-            p_w -= tl.load(lift_w + at, mask=late < length, other=0.0)[None, :]
-        sees = offset + tl.arange(0, BN)[None, :] >= local[:, None]
+            off_q = tl.load(lift_q + at, mask=late < length, other=0.0)[None, :]
+            off_w = tl.load(lift_w + at, mask=late < length, other=0.0)[None, :]
+            p_q -= off_q
+            p_w -= off_w
+        if DECAY:
+            now = tl.load(through + late, mask=late < length, other=0.0)
+            reach = tl.exp(tl.minimum(now[None, :] - then[:, None], 0.0))
+            if DECAYS:
+                inner += tl.sum(tl.where(sees & (late < length)[None, :], (p_q * p_w - off_q * off_w) * reach, 0.0), 1)
+            p_q *= reach
+            p_w *= reach
         acc = tl.dot(tl.where(sees, p_q, 0.0).to(DT), x_w, acc, input_precision=IP)
         acc = tl.dot(tl.where(sees, p_w, 0.0).to(DT), x_q, acc, input_precision=IP)
 
     grad = acc.to(DT).to(tl.float32)
     if LAST | (chunk_end < length):
-        if CENTRED:  # the pull of all later chunks is that after the last of this one
+        if CENTRED | (DECAY & LAST):  # the pull of all later chunks is that after the last of this one
             at = ((pull0 + (chunk_end + PULL - 1) // PULL - 1) * HQ + h * G) * K
-            grad += tl.load(pulls + at + cols, mask=cols < K, other=0.0)[None, :]
+            later = tl.load(pulls + at + cols, mask=cols < K, other=0.0)[None, :] * left[:, None]
+            grad += later
+            if DECAYS:
+                inner += tl.sum(later * keys.to(tl.float32), 1)
         elif LAST:
             grad += tl.load(last_sum + (n.to(tl.int64) * H + h) * K + cols, mask=cols < K, other=0.0)[None, :]
+    if DECAYS:
+        tl.store(scaled + h.to(tl.int64) * M + begin + own, inner, mask=own < length)
     if BAR:
         grad += load_rows(dk_bar + head, tile_begin, length, H * K, K, cols, BT, DT).to(tl.float32)
     if UNIT:

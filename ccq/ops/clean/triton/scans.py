@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PERIOD = tl.constexpr(256)  # of tokens, after which the running sum of log-decays begins anew; chunks divide it
+LEAST_DECAY = tl.constexpr(-100.0)  # of a token: exp of less is 0 in fp32, and -inf - -inf would be NaN
 # sizes that vary from call to call: compiled once for all of them
 VARYING = ["N", "T", "M", "NSEG", "BLOCKS", "per_tiles", "per_sums", "per_chunks", "per_pulls", "tiles", "spread"]
 
@@ -52,6 +54,80 @@ def store_rows(base, x, first, length, H, K, cols, ROWS: tl.constexpr):
 
 
 @triton.jit
+def decay_before(through, row):
+    """The running log-decay of one sequence before its token `row`; 0 where a period begins."""
+    row = tl.cast(row, tl.int32)
+    return tl.load(through + row - 1, mask=row % PERIOD != 0, other=0.0)
+
+
+@triton.jit
+def weight_before(weights, start, row, INITIAL: tl.constexpr):
+    """n before a token: that of the sequence's start, `start`, where there is none earlier; 1 for none at all."""
+    row = tl.cast(row, tl.int32)
+    n = tl.load(weights + row - 1, mask=row > 0, other=0.0)
+    if INITIAL:
+        n = tl.where(row > 0, n, tl.load(start))
+    return tl.where(n > 0, n, 1.0)
+
+
+@triton.jit
+def after_decay(decay_a, sum_a, decay_b, sum_b):
+    """Two stretches of sum <- decay * sum + x, one after the other."""
+    return decay_a * decay_b, sum_a * decay_b + sum_b
+
+
+@triton.jit(do_not_specialize=VARYING)
+def weights_kernel(
+    log_decay, x, start, through, out, end, cu, T, M, H,
+    START: tl.constexpr, X: tl.constexpr, END: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
+    BL: tl.constexpr,
+):  # fmt: skip
+    """Of one head of one sequence: n_t = gamma_t n_{t-1} + x_t, x = 1 or given, and the running log-decay.
+
+    REVERSE: n_t = x_t + gamma_{t+1} n_{t+1}, begun behind the last token; gamma of the first goes into `end`.
+    [H, M] in and out, log_decay [M, H].
+    """
+    h = tl.program_id(0) % H
+    n = tl.program_id(0) // H
+    begin = n.to(tl.int64) * T
+    length = T
+    if VARLEN:
+        begin = tl.load(cu + n).to(tl.int64)
+        length = (tl.load(cu + n + 1) - begin).to(tl.int32)
+    log_decay += begin * H + h
+    at = h.to(tl.int64) * M + begin
+    carry = tl.zeros([1], tl.float32)
+    if START:
+        carry += tl.load(start + n * H + h)
+    for block in range(0, length, BL):
+        local = block + tl.arange(0, BL)
+        valid = local < length
+        row = local
+        here = local
+        if REVERSE:
+            row = length - 1 - local
+            here = length - local  # the token whose decay lies between
+        inside = valid & (here < length)
+        g = tl.maximum(tl.load(log_decay + here.to(tl.int64) * H, mask=inside, other=0.0).to(tl.float32), LEAST_DECAY)
+        if not REVERSE:
+            sums = tl.cumsum(tl.reshape(g, (BL // PERIOD, PERIOD)), 1)
+            tl.store(through + at + row, tl.reshape(sums, (BL,)), mask=valid)
+        if X:
+            add = tl.load(x + at + row, mask=valid, other=0.0)
+        else:
+            add = tl.where(valid, 1.0, 0.0)
+        decay, total = tl.associative_scan((tl.exp(g), add), 0, after_decay)
+        total += decay * carry
+        tl.store(out + at + row, total, mask=valid)
+        last = tl.minimum(block + BL, length) - 1
+        carry = tl.zeros([1], tl.float32) + tl.sum(tl.where(local == last, total, 0.0), 0)
+    if END:
+        if REVERSE:
+            carry *= tl.exp(tl.maximum(tl.load(log_decay, mask=length > 0, other=0.0).to(tl.float32), LEAST_DECAY))
+        tl.store(end + n * H + h + tl.arange(0, 1), carry)
+
+
+@triton.jit
 def lower_block(index):
     """(i, j), j <= i, of the index-th block of a lower triangle."""
     i = 0
@@ -76,10 +152,15 @@ def block_bounds(i, j, K, BLK: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
-    k, k_bar, rnorm, sums, cu, sum_offsets, N, T, H, K, stride, per_sums, eps,
-    NORM: tl.constexpr, SUMS: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    k, k_bar, rnorm, sums, through, faded, fades, cu, sum_offsets, N, T, M, H, K, stride, per_sums, eps,
+    NORM: tl.constexpr, SUMS: tl.constexpr, DECAY: tl.constexpr, VARLEN: tl.constexpr, BN: tl.constexpr,
+    S: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS)."""
+    """k_bar and 1/|k| of one tile (if NORM), and the sum of its keys (if SUMS).
+
+    DECAY: the sum is that at the tile's end, and what is left of an earlier one goes into `fades`; `faded` are the keys
+    times the root of what is left of them at the end of their chunk, so that C is a product of them alone.
+    """
     pid = tl.program_id(0)
     h = pid % H
     tile = pid // H
@@ -96,19 +177,29 @@ def keys_kernel(
         x = (x * r[:, None]).to(k_bar.dtype.element_ty)
         store_rows(k_bar + base, x, rank * BN, length, H, K, cols, BN)
         x = x.to(tl.float32)
+    if DECAY:
+        through += h.to(tl.int64) * M + begin
+        now = tl.load(through + rows, mask=rows < length, other=0.0)
+        chunk_end = tl.load(through + tl.minimum(rank * BN // S * S + S, length) - 1)
+        shrunk = x * tl.exp(0.5 * (chunk_end - now))[:, None]
+        store_rows(faded + base, shrunk, rank * BN, length, H, K, cols, BN)
+        tile_end = tl.load(through + tl.minimum(rank * BN + BN, length) - 1)
+        x *= tl.exp(tile_end - now)[:, None]
+        tl.store(fades + tile.to(tl.int64) * H + h, tl.exp(tile_end - decay_before(through, rank * BN)))
     if SUMS:
         tl.store(sums + (tile.to(tl.int64) * H + h) * K + cols, tl.sum(x, 0), mask=cols < K)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def sums_kernel(
-    sums, start, end, tile_offsets, H, K, per_tiles, G,
-    START: tl.constexpr, END: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
+    sums, fades, out, start, end, tile_offsets, H, K, per_tiles, G,
+    START: tl.constexpr, END: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.constexpr, VARLEN: tl.constexpr,
     BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """sums[tile] in place to the sum over the tiles before it (after it, if REVERSE), begun at `start`.
+    """Into out[tile] the sum over the tiles before it (after it, if REVERSE), begun at `start`.
 
     `sums` has G entries for a key head (the query heads that read it); the running sum over all G goes into the first.
+    `out` may be `sums` itself, but with DECAY, where a tile is read when that before it is written already.
     """
     h = tl.program_id(0) % H
     n = tl.program_id(0) // H
@@ -133,9 +224,20 @@ def sums_kernel(
         x = tl.zeros([BB, BC], tl.float32)
         for member in range(G):
             x += tl.load(sums + at + member * K, mask=mask, other=0.0)
-        through = tl.cumsum(x, 0)
-        tl.store(sums + at, carry[None, :] + through - x, mask=mask)
-        carry += tl.sum(x, 0)
+        if DECAY:
+            fade = tl.load(fades + (first + tile) * H + h, mask=rank < tiles, other=1.0)
+            decay, total = tl.associative_scan((fade[:, None] + tl.zeros([BB, BC], tl.float32), x), 0, after_decay)
+            total += decay * carry[None, :]
+            # what comes out behind a tile is what the next one begins with
+            step = tl.where(REVERSE, -1, 1) * (H * G * K)
+            tl.store(out + at + step, total, mask=mask & (rank < tiles - 1)[:, None])
+            if block == 0:
+                tl.store(out + at, carry[None, :] + tl.zeros([BB, BC], tl.float32), mask=mask & (rank == 0)[:, None])
+            carry = tl.sum(tl.where((rank == tl.minimum(block + BB, tiles) - 1)[:, None], total, 0.0), 0)
+        else:
+            through = tl.cumsum(x, 0)
+            tl.store(out + at, carry[None, :] + through - x, mask=mask)
+            carry += tl.sum(x, 0)
     if END:
         tl.store(end + nh * K + cols, carry, mask=cols < K)
 
@@ -169,10 +271,10 @@ def scan_bounds(n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, p
 
 @triton.jit(do_not_specialize=VARYING)
 def states_kernel(
-    k, initial, count, cu, sum_offsets, chunk_offsets, sums, totals, states, final,
-    T, H, K, NSEG, BLOCKS, per_sums, per_chunks, one,
+    k, initial, count, through, weights, cu, sum_offsets, chunk_offsets, sums, totals, kept, states, final,
+    T, M, H, K, NSEG, BLOCKS, per_sums, per_chunks, one,
     VARLEN: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, CENTRED: tl.constexpr, TOTALS: tl.constexpr,
-    SEGMENTS: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr,
+    SEGMENTS: tl.constexpr, DECAY: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr,
     DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One block of C, summed through one segment of one sequence, BR tokens at a time.
@@ -182,6 +284,9 @@ def states_kernel(
 
     Tensor cores truncate what they add, which in a sum over a million tokens would show: BR tokens are multiplied at a
     time and added in plain fp32. `one` is 1.0, unknown to the compiler, which would else undo this.
+
+    DECAY: k are the keys as they are at the end of their chunk; C fades where a chunk begins, once its state is stored,
+    and what a segment leaves of an earlier C goes into `kept`.
     """
     i, j, segment, h, n = scan_place(tl.program_id(0), H, NSEG, BLOCKS)
     begin, length, first_sum, first_chunk, c_begin, c_end = scan_bounds(
@@ -192,20 +297,32 @@ def states_kernel(
 
     acc = tl.zeros([BLK, BLK], tl.float32)
     seen = begin * 0  # int64
-    if INITIAL:
+    if INITIAL and not DECAY:
         seen += tl.load(count + n)
     if not TOTALS:
         if INITIAL:
             acc += tl.load(initial + nh * K * K + block, mask=inside, other=0.0)
         if SEGMENTS:
-            for before in range(segment):
-                acc += tl.load(totals + (nh * NSEG + before) * K * K + block, mask=inside, other=0.0)
+            for earlier in range(segment):
+                if DECAY:
+                    acc *= tl.load(kept + nh * NSEG + earlier)
+                acc += tl.load(totals + (nh * NSEG + earlier) * K * K + block, mask=inside, other=0.0)
+    left = 1.0
+    if DECAY:
+        through += h.to(tl.int64) * M + begin
+        weights += h.to(tl.int64) * M + begin
+        start = weights
+        if INITIAL:
+            start = count + nh
 
     k += (begin * H + h) * K
     for row in range(c_begin * S, c_end * S, BR):  # one loop, not one in another: the loads run ahead through all of it
         if not TOTALS:
             if row % S == 0:
-                inv = 1.0 / tl.maximum(seen + row, 1).to(tl.float32)
+                if DECAY:
+                    inv = 1.0 / weight_before(weights, start, row, INITIAL)
+                else:
+                    inv = 1.0 / tl.maximum(seen + row, 1).to(tl.float32)
                 sigma = acc * inv
                 if CENTRED:
                     at = ((first_sum + row // BN) * H + h) * K
@@ -216,12 +333,20 @@ def states_kernel(
                 tl.store(states + at + block, sigma.to(states.dtype.element_ty), mask=inside)
                 if i != j:
                     tl.store(states + at + mirror, tl.trans(sigma).to(states.dtype.element_ty), mask=mirrored)
+        if DECAY:
+            if row % S == 0:
+                fade = tl.exp(tl.load(through + tl.minimum(row + S, length) - 1) - decay_before(through, row))
+                acc *= fade
+                left *= fade
         k_i = load_rows(k, row, length, H * K, K, col_i, BR, DT)
         k_j = load_rows(k, row, length, H * K, K, col_j, BR, DT)
         acc = tl.fma(tl.dot(tl.trans(k_i), k_j, input_precision=IP), one, acc)
 
     if TOTALS:
         tl.store(totals + (nh * NSEG + segment) * K * K + block, acc, mask=inside)
+        if DECAY:
+            if (i == 0) & (j == 0):
+                tl.store(kept + nh * NSEG + segment, left)
     if FINAL:
         if segment == NSEG - 1:
             tl.store(final + nh * K * K + block, acc, mask=inside)
@@ -231,12 +356,15 @@ def states_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def adjoint_kernel(
-    q, weighted, last, cu, sum_offsets, chunk_offsets, totals, states, first,
-    T, HQ, H, K, NSEG, BLOCKS, per_sums, per_chunks, one,
+    q, weighted, last, through, cu, sum_offsets, chunk_offsets, totals, kept, states, first,
+    T, M, HQ, H, K, NSEG, BLOCKS, per_sums, per_chunks, one,
     VARLEN: tl.constexpr, LAST: tl.constexpr, FIRST: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
-    S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
+    DECAY: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BLK: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """One block of R = sum (q u^T + u q^T) / t, from the sequence's end to its beginning, as states_kernel for C."""
+    """One block of R = sum (q u^T + u q^T) / t, from the sequence's end to its beginning, as states_kernel for C.
+
+    DECAY: `weighted` are as they reach the beginning of their chunk.
+    """
     i, j, segment, h, n = scan_place(tl.program_id(0), H, NSEG, BLOCKS)
     begin, length, _, first_chunk, c_begin, c_end = scan_bounds(
         n, segment, cu, sum_offsets, chunk_offsets, T, NSEG, per_sums, per_chunks, VARLEN, S
@@ -250,8 +378,14 @@ def adjoint_kernel(
             acc += tl.load(last + nh * K * K + block, mask=inside, other=0.0)
             acc += tl.trans(tl.load(last + nh * K * K + mirror, mask=mirrored, other=0.0))
         if SEGMENTS:
-            for after in range(segment + 1, NSEG):
-                acc += tl.load(totals + (nh * NSEG + after) * K * K + block, mask=inside, other=0.0)
+            for nearer in range(NSEG - 1 - segment):
+                later = NSEG - 1 - nearer
+                if DECAY:
+                    acc *= tl.load(kept + nh * NSEG + later)
+                acc += tl.load(totals + (nh * NSEG + later) * K * K + block, mask=inside, other=0.0)
+    left = 1.0
+    if DECAY:
+        through += h.to(tl.int64) * M + begin
 
     G = HQ // H
     per_chunk = G * (S // BR)
@@ -264,6 +398,11 @@ def adjoint_kernel(
                 tl.store(states + at + block, acc.to(states.dtype.element_ty), mask=inside)
                 if i != j:
                     tl.store(states + at + mirror, tl.trans(acc).to(states.dtype.element_ty), mask=mirrored)
+        if DECAY:
+            if inner == 0:
+                fade = tl.exp(tl.load(through + tl.minimum(c * S + S, length) - 1) - decay_before(through, c * S))
+                acc *= fade
+                left *= fade
         head = (begin * HQ + h * G + inner // (S // BR)) * K
         row = c * S + (inner % (S // BR)) * BR
         q_i = load_rows(q + head, row, length, HQ * K, K, col_i, BR, DT)
@@ -275,6 +414,9 @@ def adjoint_kernel(
 
     if TOTALS:
         tl.store(totals + (nh * NSEG + segment) * K * K + block, acc, mask=inside)
+        if DECAY:
+            if (i == 0) & (j == 0):
+                tl.store(kept + nh * NSEG + segment, left)
     if FIRST:
         if segment == 0:
             tl.store(first + nh * K * K + block, acc * 0.5, mask=inside)
