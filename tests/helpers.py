@@ -56,7 +56,7 @@ correction = torch.no_grad()(checked(ccq.ops.correction))
 
 @dataclass
 class Case:
-    """Arguments of one call, and the cotangents of q_clean, k_bar, C_T and s_T."""
+    """Arguments of one call, and the cotangents of q_clean, k_bar, C_T, s_T and the weight n_T."""
 
     q: Tensor
     k: Tensor
@@ -64,6 +64,8 @@ class Case:
     initial_state: CovarianceState | None
     cu_seqlens: Tensor | None
     cotangents: dict[str, Tensor]
+    log_decay: Tensor | None = None
+    learned: bool = True  # whether a gradient flows to log_decay
 
     @property
     def args(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +74,8 @@ class Case:
     @property
     def where(self) -> dict:
         """The keyword arguments that say what the tokens follow."""
-        return {"initial_state": self.initial_state, "cu_seqlens": self.cu_seqlens}
+        follows = {"initial_state": self.initial_state, "cu_seqlens": self.cu_seqlens}
+        return follows if self.log_decay is None else {**follows, "log_decay": self.log_decay}
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -80,14 +83,22 @@ class Case:
         named = {"q": self.q, "k": self.k, "lam": self.lam}
         if self.initial_state is not None:
             named |= {"initial C": self.initial_state.second_moment, "initial s": self.initial_state.key_sum}
+        if self.log_decay is not None and self.learned:
+            named["log_decay"] = self.log_decay
+            if self.initial_state is not None:
+                named["initial n"] = self.initial_state.count
         return named
 
     def map(self, function) -> Case:
         """The case with `function` applied to each tensor a gradient flows to."""
-        state = self.initial_state
+        state, log_decay = self.initial_state, self.log_decay
         if state is not None:
-            state = CovarianceState(function(state.second_moment), function(state.key_sum), state.count)
-        return replace(self, q=function(self.q), k=function(self.k), lam=function(self.lam), initial_state=state)
+            count = function(state.count) if state.count.is_floating_point() else state.count
+            state = CovarianceState(function(state.second_moment), function(state.key_sum), count)
+        if log_decay is not None:
+            log_decay = function(log_decay) if self.learned else function(log_decay).detach()
+        made = {"q": function(self.q), "k": function(self.k), "lam": function(self.lam)}
+        return replace(self, **made, initial_state=state, log_decay=log_decay)
 
     def double(self) -> Case:
         """The same numbers, in fp64."""
@@ -120,6 +131,7 @@ def make_case(
     unit: bool = False,
     state: bool = False,
     lengths: list[int] | None = None,
+    decay: str | None = None,
     seed: int = 0,
 ) -> Case:
     """Draw a case.
@@ -131,6 +143,7 @@ def make_case(
         unit: divide q and k by their norms, as normalize="none" expects them.
         state: begin with the statistics of 0, 3, 6, ... earlier unit keys.
         lengths: pack sequences of these lengths; B and T follow from them.
+        decay: "given", or "learned" where a gradient flows to it: some 0.98 a token, the state one of weights.
     """
     rng = torch.Generator().manual_seed(seed)
     high = torch.float64 if dtype == torch.float64 else torch.float32
@@ -171,7 +184,15 @@ def make_case(
         "C": normal(sequences, Hk, K, K).to(high),
         "s": normal(sequences, Hk, K).to(high),
     }
-    return Case(q.to(dtype), k.to(dtype), lam.to(lam_dtype or high), initial_state, cu_seqlens, cotangents)
+    made = Case(q.to(dtype), k.to(dtype), lam.to(lam_dtype or high), initial_state, cu_seqlens, cotangents)
+    if decay is None:
+        return made
+    cotangents["n"] = normal(sequences, Hk).to(high)
+    log_decay = torch.nn.functional.logsigmoid(normal(B, T, Hk) + 4).to(high)
+    if initial_state is not None:
+        weight = initial_state.weight + torch.rand(sequences, Hk, generator=rng)
+        initial_state = CovarianceState(initial_state.second_moment, initial_state.key_sum, weight.to(high))
+    return replace(made, log_decay=log_decay, learned=decay == "learned", initial_state=initial_state)
 
 
 def unit_vector(x: Tensor) -> Tensor:
@@ -197,35 +218,49 @@ def results(case: Case, backend: str, **options) -> dict[str, Tensor]:
     q_clean, k_bar, state = clean_query(
         *leaves.args, **leaves.where, output_final_state=True, backend=backend, **options
     )
-    outputs = {"q_clean": q_clean, "k_bar": k_bar, "C": state.second_moment, "s": state.key_sum}
-    y = correction(case.q, case.k, **case.where, backend=backend, **options)
+    outputs = {"q_clean": q_clean, "k_bar": k_bar, **named_state(state)}
+    y = correction(case.q, case.k, **case.where, backend=backend, **without_step(options))
     return {**outputs, "count": state.count, "y": y, **gradients(leaves, outputs)}
 
 
-def truth(case: Case, *, centred: bool = True, normalize: str = "unit", k_bar: Tensor | None = None) -> dict:
+def named_state(state: CovarianceState) -> dict[str, Tensor]:
+    """What of a state has a gradient."""
+    named = {"C": state.second_moment, "s": state.key_sum}
+    return {**named, "n": state.count} if state.count.is_floating_point() else named
+
+
+def without_step(options: dict) -> dict:
+    """Options of `clean_query` for `correction`."""
+    return {name: x for name, x in options.items() if name != "step"}
+
+
+def truth(
+    case: Case, *, centred: bool = True, normalize: str = "unit", k_bar: Tensor | None = None, step: str = "scaled",
+    backend: str = "reference",
+) -> dict:  # fmt: skip
     """`results` of the reference in fp64.
 
     With `k_bar`, as it came back in half precision, that is the key of the statistics; its rounding has no gradient.
     """
     case = case.double()
     if k_bar is None:
-        return results(case, "reference", centred=centred, normalize=normalize)
+        return results(case, backend, centred=centred, normalize=normalize, step=step)
     assert normalize == "unit", "k_bar is k itself otherwise"
     leaves = case.leaves()
     q, k = unit_vector(leaves.q), unit_vector(leaves.k)
     k = k + (k_bar.double() - k).detach()
-    options = {**leaves.where, "centred": centred, "normalize": "none", "backend": "reference"}
-    q_clean, _, state = clean_query(q, k, leaves.lam, output_final_state=True, **options)
-    outputs = {"q_clean": q_clean, "k_bar": k, "C": state.second_moment, "s": state.key_sum}
+    options = {**leaves.where, "centred": centred, "normalize": "none", "backend": backend}
+    q_clean, _, state = clean_query(q, k, leaves.lam, output_final_state=True, step=step, **options)
+    outputs = {"q_clean": q_clean, "k_bar": k, **named_state(state)}
     y = correction(q, k, **options)
     return {**outputs, "count": state.count, "y": y, **gradients(leaves, outputs)}
 
 
-def uncancelled(case: Case, *, normalize: str = "unit", **_) -> dict[str, Tensor]:
-    """The size of y, and of the gradient of lam made of it, before the mean is taken away: C_t q / t."""
+def uncancelled(case: Case, *, normalize: str = "unit", step: str = "scaled", **_) -> dict[str, Tensor]:
+    """The size of y, and of the gradient of lam that is made of it, before the mean is taken away: C_t q / t."""
     case = case.double()
     y = correction(case.q, case.k, **case.where, centred=False, normalize=normalize, backend="reference")
-    return {"y": y, "gradient of lam": (y * case.cotangents["q_clean"]).sum(-1)}
+    return {"y": y} | ({"gradient of lam": (y * case.cotangents["q_clean"]).sum(-1)} if step == "scaled" else {})
 
 
 def error(ref: Tensor, got: Tensor, scale: Tensor | None = None) -> float:
@@ -301,15 +336,20 @@ def assert_same_results(ref: dict, got: dict, scale: dict | None = None) -> None
     """
     assert ref.keys() == got.keys()
     inside = TOLERANCE[got["C"].dtype]
+    if "gradient of initial n" in ref:  # of C, s and n the last hardly counts: it is what two large ones leave
+        scale = {**(scale or {}), "gradient of initial n": ref["gradient of initial s"].norm(dim=-1)}
     for name in ref:
-        if name == "count":
+        if name == "count" and not got[name].is_floating_point():
             assert torch.equal(ref[name], got[name]), f"count: expected {ref[name]}, got {got[name]}"
         else:
             assert_close(name, ref[name], got[name], max(inside, TOLERANCE[got[name].dtype]), (scale or {}).get(name))
 
 
 def assert_same_state(ref: CovarianceState, got: CovarianceState) -> None:
-    assert torch.equal(ref.count, got.count), f"count: expected {ref.count}, got {got.count}"
+    if got.count.is_floating_point():
+        assert_close("count", ref.weight, got.count, 1e-6)
+    else:
+        assert torch.equal(ref.count, got.count), f"count: expected {ref.count}, got {got.count}"
     for name in ("second_moment", "key_sum"):
         x = getattr(got, name)
         assert_close(name, getattr(ref, name), x, TOLERANCE[x.dtype])

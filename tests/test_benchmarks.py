@@ -23,11 +23,13 @@ def operator_cpu():
 def test_flop_formulas_are_what_the_chunkwise_backend_does(operator_cpu):
     length = 2 * chunk.pieces(torch.empty(1, 2**14, 4, 64), None)[0].stop  # two pieces
     q, k, lam = operator_cpu.inputs(length)
-    options = (chunk.Past(), True, "unit")
+    options = (chunk.Past(), chunk.Read(True, "unit", "scaled"))
     with FlopCounterMode(display=False) as forward:
-        _, k_bar, k_rnorm, means, *_ = chunk.forward(q, k, lam, *options)
+        _, k_bar, k_rnorm, means, *_ = chunk.forward(q, k, lam, None, *options)
     with FlopCounterMode(display=False) as backward:
-        chunk.backward(chunk.Gradients(torch.randn_like(q)), chunk.Saved(q, k_bar, k_rnorm, means, lam), *options)
+        chunk.backward(
+            chunk.Gradients(torch.randn_like(q)), chunk.Saved(q, k_bar, k_rnorm, means, lam, None, None), *options
+        )
     assert forward.get_total_flops() == operator_cpu.flop("chunk", length, backward=False)
     assert forward.get_total_flops() + backward.get_total_flops() == operator_cpu.flop("chunk", length, backward=True)
 

@@ -124,9 +124,9 @@ class QueryCleaner(Owner):
         return q, k
 
     @property
-    def of_the_paper(self) -> bool:
-        """Whether the fused decode step has this read: the paper's step, once, over all keys alike."""
-        return self.read == {"step": "scaled", "steps": 1} and self.covariance_decay == "none"
+    def fused(self) -> bool:
+        """Whether the fused decode step has this read: one step, of those that the kernels know."""
+        return self.read["step"] in reference.FUSED and self.read["steps"] == 1
 
     def log_decay(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H"] | None:
         """That of the covariance, from the log-decay g of the backbone: one a head, or a channel [*B, H', F].
@@ -255,7 +255,7 @@ class QueryCleaner(Owner):
             q, k = q[:, 0], k[:, 0]
             for old, x in zip(*map(pytree.tree_leaves, (state["covariance"], new)), strict=True):
                 old.copy_(x)
-        elif self.clean and not self.of_the_paper:
+        elif self.clean and not self.fused:
             q, k, _ = clean_query_step(
                 q, k, self.gate(raw), state["covariance"], self.centred, self.normalize, inplace=True,
                 backend=self.backend, log_decay=self.log_decay(k, g), **self.read,
@@ -268,6 +268,8 @@ class QueryCleaner(Owner):
                 raw=None if raw is q else raw,
                 centred=self.centred,
                 normalize=self.normalize,
+                step=self.read["step"],
+                log_decay=self.log_decay(k, g),
             )
         return decode_step(
             self.without_current_key(q, k), k, v, state["recurrent"], g, beta, scale,

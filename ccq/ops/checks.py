@@ -146,6 +146,15 @@ def weighs(state: CovarianceState) -> bool:
     return isinstance(state.count, Tensor) and state.count.is_floating_point()
 
 
+def check_decays(state: CovarianceState, name: str = "state") -> None:
+    """Raise unless a state can decay in place."""
+    if not weighs(state):
+        raise ValueError(
+            f"{name}.count: expected weights [B, Hk] to decay in place, got a count of keys; "
+            "CovarianceState.zeros(..., decayed=True) begins such a state"
+        )
+
+
 def check_float(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

@@ -131,7 +131,7 @@ def gate(dtype, size, rows, heads=6):
     fused_gate.backward(torch.empty_like(lam), q, weight, lam)
 
 
-def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="unit", B=8):
+def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="unit", B=8, step="scaled", decay=False):
     """The step of a mixer: how it decays and writes, and its heads."""
     heads, value_heads, V = (1, 64, 64) if mixer == "mamba2" else (6, 6, 512)
     q = empty(B, heads, size, dtype=dtype)
@@ -139,7 +139,10 @@ def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="
     g = {"gla": q, "linear_attention": None}.get(mixer, empty(B, value_heads))
     beta = empty(B, value_heads) if mixer == "gated_deltanet" else None
     by = {"gate": (empty(heads, heads * size), empty(heads))} if gated else {"lam": empty(B, heads)}
-    cleaning = Cleaning(covariance(B, heads, size), **by, centred=centred, normalize=normalize) if clean else None
+    seen = CovarianceState.zeros(B, heads, size, device="cuda", decayed=decay)
+    log_decay = empty(B, heads) if decay else None
+    cleaning = Cleaning(seen, **by, centred=centred, normalize=normalize, step=step, log_decay=log_decay)
+    cleaning = cleaning if clean else None
     fused_decode.decode_step(q, torch.empty_like(q), v, recurrent, g, beta, size**-0.5, normalize == "unit", cleaning)
 
 
@@ -193,6 +196,7 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "clean": False}),
     (decode, {"dtype": BF16, "size": 64, "mixer": "gla", "clean": False, "normalize": "none"}),
     (decode, {"dtype": BF16, "size": 64, "mixer": "mamba2", "centred": False}),
+    (decode, {"dtype": BF16, "size": 256, "mixer": "gla", "step": "projected", "decay": True}),
     (decode, {"dtype": FP16, "size": 64, "mixer": "linear_attention", "gated": False, "normalize": "stats"}),
     (decode, {"dtype": FP32, "size": 256, "mixer": "gla", "normalize": "none"}),
     (linears, {"dtype": BF16, "D": 2048, "outputs": [1536, 3072, 16]}),
@@ -210,6 +214,11 @@ HOPPER: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": size, "state": state, "centred": centred, "normalize": normalize})
     for size, state, centred, normalize in itertools.product(
         (128, 256), (False, True), (False, True), ("unit", "stats", "none")
+    )
+] + [
+    (operator, {"dtype": BF16, "size": size, "state": state, "centred": centred, "of": of, "decay": decay})
+    for size, state, centred, (of, decay) in itertools.product(
+        (128, 256), (False, True), (False, True), (("projected", None), ("projected", "given"), ("scaled", "given"))
     )
 ]
 
@@ -240,6 +249,8 @@ def main() -> None:
         patch.object(descriptors, "_validate_common_descriptor", lambda tensor, shape, *rest: len(shape)),  # no address
         # it writes with copy_, for which torch without CUDA refuses a GPU even where there is no data
         patch.object(CovarianceState, "lower_triangle", lambda state: state._second_moment),
+        # and this one makes a copy
+        patch.object(launch, "weight_of", lambda count, heads, dtype: empty(len(count), heads)),
         FakeTensorMode(),
     ):
         for function, options in HOPPER if "--hopper" in sys.argv else CASES:

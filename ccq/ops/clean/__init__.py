@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.ops.checks import check_call, check_read, check_values, refuse_transforms
-from ccq.ops.choose import Call, choose
 from ccq.ops.clean import library, reference  # noqa: F401  (library defines torch.ops.ccq.clean_query)
 from ccq.ops.clean.gating import Gate, gate, plain_gate
 from ccq.ops.clean.reference import symmetric
@@ -152,9 +151,9 @@ def _run(
         # q is kept for the backward, and a view would keep all that it is a view of: q, k and v of one convolution, say
         q = q.contiguous()
         given = (q, k, *by, log_decay, *initial)
-        keep_y = step == "projected" and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         out, k_bar, _, _, _, _, *final = torch.ops.ccq.clean_query(
-            *given, cu_seqlens, centred, normalize, step, backend, output_final_state, keep_y
+            *given, cu_seqlens, centred, normalize, step, backend, output_final_state, trains and step == "projected"
         )
         state = CovarianceState(*final)
     return out, k_bar if normalize == "unit" else k, state if output_final_state else None

@@ -132,7 +132,7 @@ class CovarianceState:
 
 def weight_of(count: Tensor, heads: int, dtype: torch.dtype) -> Float[Tensor, "N H"]:
     """A count of keys [N], or weights [N, H], as weights."""
-    return count if count.is_floating_point() else count.to(dtype)[:, None].expand(-1, heads)
+    return count if count.is_floating_point() else count.to(dtype).unsqueeze(1).expand(-1, heads)
 
 
 # a field to dataclasses (init, replace, the pytree) whose reading may have to mend it

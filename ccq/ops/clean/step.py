@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import check_call, check_read, check_values, has_tangent, weighs
+from ccq.ops.checks import check_call, check_decays, check_read, check_values, has_tangent
 from ccq.ops.clean import read_with, reference
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import no_autocast
@@ -40,14 +40,11 @@ def clean_query_step(
     tensor([1])
     """
     check_read(step, steps, log_decay, k)
-    q_clean, k_bar, state, y = _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend)
-    if step == "scaled" and steps == 1:
-        return q_clean, k_bar, state
+    q, k_bar, state, y = _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend, step)
     with no_autocast(q):
-        for number in range(steps):
-            if number:
-                y = reference.read(state, q.to(y.dtype), centred)
-            q = read_with(step, q, y, lam, normalize if number == 0 else "none")
+        for _ in range(steps - 1):
+            y = reference.read(state, q.to(y.dtype), centred)
+            q = read_with(step, q, y, lam, "none")
     return q, k_bar, state
 
 
@@ -66,17 +63,14 @@ def sigma_q_step(
     return y, k_bar, state
 
 
-def _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend):
+def _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend, step="scaled"):
     """What reference.step returns, of arguments that are checked."""
     if state is None:
         raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
     check_call(q, k, lam, state, None, centred, normalize, backend, tokens=False)
     lam = torch.ones_like(q[..., 0]) if lam is None else lam
-    if inplace and log_decay is not None and not weighs(state):
-        raise ValueError(
-            "state.count: expected weights [B, Hk] to decay in place, got a count of keys; "
-            "CovarianceState.zeros(..., decayed=True) begins such a state"
-        )
+    if inplace and log_decay is not None:
+        check_decays(state)
     differentiable = wants_gradient(q, k, lam, state, log_decay)
     if inplace and differentiable:
         raise RuntimeError(
@@ -88,7 +82,7 @@ def _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend):
     if not inplace:
         state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
     with no_autocast(q):
-        q_clean, k_bar, state, y = reference.step(q, k, lam, state, centred, normalize, inplace, log_decay)
+        q_clean, k_bar, state, y = reference.step(q, k, lam, state, centred, normalize, inplace, log_decay, step)
     return q_clean, k_bar if normalize == "unit" else k, state, y
 
 

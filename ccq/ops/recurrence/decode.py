@@ -17,9 +17,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import FLOATS, check_call, check_gate, check_recurrence, check_values, same_device
+from ccq.ops.checks import (
+    FLOATS,
+    check_call,
+    check_decays,
+    check_gate,
+    check_read,
+    check_recurrence,
+    check_values,
+    same_device,
+)
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean.gating import Gate, gate
+from ccq.ops.clean.reference import FUSED
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.clean.step import clean_query_step
 from ccq.ops.precision import unit
@@ -38,6 +48,8 @@ class Cleaning:
     raw: Tensor | None = None
     centred: bool = True
     normalize: str = "unit"
+    step: str = "scaled"  # or "projected"
+    log_decay: Tensor | None = None  # [B, H] of the covariance, whose count is then a weight
 
 
 @torch.no_grad()
@@ -84,8 +96,9 @@ def decode_step(
             assert cleaning.gate is not None  # one of them is given: checked
             lam = gate(q if cleaning.raw is None else cleaning.raw, *cleaning.gate, backend=backend)
         q, k, _ = clean_query_step(
-            q, k, lam, cleaning.covariance, cleaning.centred, cleaning.normalize, inplace=True, backend=backend
-        )
+            q, k, lam, cleaning.covariance, cleaning.centred, cleaning.normalize, inplace=True, backend=backend,
+            step=cleaning.step, log_decay=cleaning.log_decay,
+        )  # fmt: skip
     elif unit_qk:
         q, k = unit(q).to(q.dtype), unit(k).to(k.dtype)
     return write_and_read(q, k, v, recurrent, g, beta, scale)
@@ -131,5 +144,10 @@ def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
         same_device("cleaning.raw", raw, q)
     lam = q[..., 0] if cleaning.lam is None else cleaning.lam  # the gate's will be of that shape
     check_call(q, k, lam, cleaning.covariance, None, cleaning.centred, cleaning.normalize, "auto", tokens=False)
+    if cleaning.step not in FUSED:
+        raise ValueError(f"cleaning.step: expected one of {', '.join(FUSED)}, got {cleaning.step!r}")
+    check_read(cleaning.step, 1, cleaning.log_decay, k)
+    if cleaning.log_decay is not None:
+        check_decays(cleaning.covariance, "cleaning.covariance")
     if cleaning.lam is not None:
         check_values(lam, cleaning.covariance.count, None, 1, state="cleaning.covariance")

@@ -17,9 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ccq.ops.checks import weighs
 from ccq.ops.choose import arch
 from ccq.ops.clean.triton.configs import cdiv, power_of_2
 from ccq.ops.clean.triton.launch import block_size, processors
+from ccq.ops.clean.triton.reads import SMALLEST
 from ccq.ops.clean.triton.scans import lower_block
 from ccq.ops.precision import EPS
 from ccq.ops.recurrence.decode import Cleaning
@@ -29,14 +31,21 @@ BLOCK = 64  # of the covariance's side
 
 @triton.jit
 def covariance_kernel(
-    q, k, lam, raw, weight, bias, second_moment, key_sum, count, partial, H, K, R, eps,
-    UNIT: tl.constexpr, ROUND: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, lam, raw, weight, bias, log_decay, second_moment, key_sum, count, partial, H, K, R, eps,
+    UNIT: tl.constexpr, ROUND: tl.constexpr, GATE: tl.constexpr, DECAY: tl.constexpr, WEIGHTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     NB: tl.constexpr, NR: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """C += k k^T and s += k on one lower block, and what it adds to C q. A head's last program: its gate, and t."""
+    """C += k k^T and s += k on one lower block, and what it adds to C q. A head's last program: its gate, and t.
+
+    DECAY: all of them fade first. WEIGHTS: t is a weight, one a head, and no count.
+    """
     if OVERLAP:
         gdc_launch_dependents()
     nh = tl.program_id(0).to(tl.int64)
+    decay = 1.0
+    if DECAY:
+        decay = tl.exp(tl.load(log_decay + nh).to(tl.float32))
     if tl.program_id(1) == NB * (NB + 1) // 2:
         h = nh % H
         if GATE:
@@ -44,7 +53,9 @@ def covariance_kernel(
             x = tl.load(raw + (nh // H) * R + at, mask=at < R, other=0.0).to(tl.float32)
             x *= tl.load(weight + h * R + at, mask=at < R, other=0.0)
             tl.store(lam + nh, tl.sigmoid(tl.sum(tl.sum(x, 0), 0) + tl.load(bias + h)))
-        if h == 0:
+        if WEIGHTS:
+            tl.store(count + nh, tl.load(count + nh) * decay + 1.0)
+        elif h == 0:
             seen = count + nh // H
             tl.store(seen, tl.load(seen) + 1)
         return
@@ -65,6 +76,8 @@ def covariance_kernel(
     if ROUND:  # the statistics see the key as it is written
         key_i = key_i.to(k.dtype.element_ty).to(tl.float32)
         key_j = key_j.to(k.dtype.element_ty).to(tl.float32)
+    if DECAY:
+        block *= decay
     block += key_i[:, None] * key_j[None, :]
     tl.store(where, block, mask=mask)
 
@@ -75,13 +88,16 @@ def covariance_kernel(
         tl.store(partial + (nh * NB + i) * K + cols, tl.sum(block * query_i[:, None], 0), mask=cols < K)
     else:
         total = tl.load(key_sum + nh * K + rows, mask=rows < K, other=0.0)
+        if DECAY:
+            total *= decay
         tl.store(key_sum + nh * K + rows, total + key_i, mask=rows < K)
 
 
 @triton.jit
 def read_kernel(
     q, k, v, g, beta, recurrent, o, lam, key_sum, count, partial, H, G, K, V, scale, eps,
-    UNIT: tl.constexpr, CLEAN: tl.constexpr, CENTRED: tl.constexpr, SCALAR: tl.constexpr, CHANNEL: tl.constexpr,
+    UNIT: tl.constexpr, CLEAN: tl.constexpr, CENTRED: tl.constexpr, PROJECTED: tl.constexpr, WEIGHTS: tl.constexpr,
+    SCALAR: tl.constexpr, CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, OVERLAP: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """BV columns of one head's state: decay, write, and read with the cleaned query."""
@@ -109,7 +125,10 @@ def read_kernel(
     if OVERLAP:  # all above was there before the covariance's launch; what follows it wrote
         gdc_wait()
     if CLEAN:
-        t = tl.load(count + nh // H).to(tl.float32)
+        if WEIGHTS:
+            t = tl.load(count + nh)
+        else:
+            t = tl.load(count + nh // H).to(tl.float32)
         y = tl.zeros([BK], tl.float32)
         for block in tl.static_range(NB):
             y += tl.load(partial + (nh * NB + block) * K + rows, mask=inside, other=0.0)
@@ -117,7 +136,10 @@ def read_kernel(
         if CENTRED:
             total = tl.load(key_sum + nh * K + rows, mask=inside, other=0.0) / t
             y -= total * tl.sum(total * query, 0)
-        query -= tl.load(lam + nh).to(tl.float32) * y
+        taken = tl.load(lam + nh).to(tl.float32)
+        if PROJECTED:
+            taken *= tl.sum(query * y, 0) / (tl.sum(y * y, 0) + SMALLEST)
+        query -= taken * y
     if UNIT or CLEAN:
         query = query.to(q.dtype.element_ty).to(tl.float32)
     if DELTA:
@@ -139,16 +161,18 @@ def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor,
     raw = (q if cleaning.raw is None else cleaning.raw).contiguous()
     weight, bias = (None, None) if cleaning.gate is None else (x.contiguous() for x in cleaning.gate)
     gated = cleaning.lam is None
+    log_decay = None if cleaning.log_decay is None else cleaning.log_decay.contiguous()
     lam = q.new_empty(batch, heads, dtype=torch.float32) if cleaning.lam is None else cleaning.lam.contiguous()
     block_k, width = block_size(size), raw.numel() // batch
     side = min(BLOCK, block_k)
     blocks = cdiv(size, side)
     partial = q.new_empty(batch, heads, blocks, size, dtype=torch.float32)
     covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2 + 1)](
-        q, k, lam, raw, weight, bias, second_moment, state.key_sum, state.count, partial,
+        q, k, lam, raw, weight, bias, log_decay, second_moment, state.key_sum, state.count, partial,
         heads, size, width, EPS,
         UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated,
-        OVERLAP=arch(q.device).overlaps, NB=blocks, NR=power_of_2(cdiv(width, block_k)), BB=side, BK=block_k,
+        DECAY=log_decay is not None, WEIGHTS=weighs(state), OVERLAP=arch(q.device).overlaps,
+        NB=blocks, NR=power_of_2(cdiv(width, block_k)), BB=side, BK=block_k,
         num_warps=warps(block_k),
     )  # fmt: skip
     return lam, partial
@@ -178,6 +202,7 @@ def decode_step(
         lam, None if state is None else state.key_sum, None if state is None else state.count, partial,
         heads, value_heads // heads, size, value_size, scale, EPS,
         UNIT=unit_qk, CLEAN=cleaning is not None, CENTRED=cleaning is not None and cleaning.centred,
+        PROJECTED=cleaning is not None and cleaning.step == "projected", WEIGHTS=state is not None and weighs(state),
         SCALAR=g is not None and g.ndim == 2, CHANNEL=g is not None and g.ndim == 3, DELTA=beta is not None,
         OVERLAP=overlap, NB=1 if partial is None else partial.shape[2], BK=block_k, BV=block_v,
         num_warps=warps(block_k), **({"launch_pdl": True} if overlap else {}),

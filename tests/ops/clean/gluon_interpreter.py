@@ -230,12 +230,12 @@ def interpreted() -> ModuleType:
         f"{root}.gluon.language.nvidia.hopper": hopper,
         f"{root}.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
     }
-    spec = importlib.util.spec_from_file_location(
-        "hopper_interpreted", Path(ccq.ops.__file__).parent / "clean/triton/hopper.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {**stand_ins, spec.name: module}):  # dataclasses look their module up
-        spec.loader.exec_module(module)
+    for name in ("hopper_rings", "hopper"):
+        path = Path(ccq.ops.__file__).parent / f"clean/triton/{name}.py"
+        spec = importlib.util.spec_from_file_location(f"ccq.ops.clean.triton.{name}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = stand_ins[spec.name] = importlib.util.module_from_spec(spec)
+        with patch.dict(sys.modules, stand_ins):  # dataclasses look their module up
+            spec.loader.exec_module(module)
     return module

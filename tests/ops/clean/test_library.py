@@ -25,14 +25,16 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def op_arguments(
-    case: Case, *, normalize: str = "unit", centred: bool = True, final: bool = True, gated: bool = False
-) -> tuple:
+    case: Case, *, normalize: str = "unit", centred: bool = True, final: bool = True, gated: bool = False,
+    step: str = "scaled",
+) -> tuple:  # fmt: skip
     """The case as torch.ops.ccq.clean_query takes it, its tensors leaves."""
     leaves = case.leaves()
     state = leaves.initial_state
     tensors = (None, None, None) if state is None else (state.second_moment, state.key_sum, state.count)
     by = (None, *make_gate(case)) if gated else (leaves.lam, None, None)
-    return leaves.q, leaves.k, *by, *tensors, leaves.cu_seqlens, centred, normalize, "chunk", final
+    how = (centred, normalize, step, "chunk", final, step == "projected")
+    return leaves.q, leaves.k, *by, leaves.log_decay, *tensors, leaves.cu_seqlens, *how
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "nothing"])
@@ -43,9 +45,10 @@ def test_op_passes_opcheck(shape, normalize):
         torch.library.opcheck(torch.ops.ccq.clean_query.default, op_arguments(case, normalize=normalize, gated=gated))
 
 
-@pytest.mark.parametrize("changed", [{"centred": False}, {"final": False}], ids=str)
-def test_op_passes_opcheck_with(changed):
-    case = make_case(Hq=2, Hk=1, K=3, T=5, state=True, dtype=torch.bfloat16)
+@pytest.mark.parametrize("changed", [{"centred": False}, {"final": False}, {"step": "projected"}], ids=str)
+@pytest.mark.parametrize("decay", [None, "learned"])
+def test_op_passes_opcheck_with(changed, decay):
+    case = make_case(Hq=2, Hk=1, K=3, T=5, state=True, dtype=torch.bfloat16, decay=decay)
     torch.library.opcheck(torch.ops.ccq.clean_query.default, op_arguments(case, **changed))
 
 
@@ -94,16 +97,18 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("shape", ["begun", "continued", "packed, continued"])
-def test_forward_and_backward_return_new_memory_as_compilers_are_told(normalize, centred, shape):
+@pytest.mark.parametrize("step", ["scaled", "projected"])
+def test_forward_and_backward_return_new_memory_as_compilers_are_told(normalize, centred, shape, step):
     """Also of the layout that attention layers have, [B, H, T, K] seen as [B, T, H, K]: a compiler trusts the strides
     of the fake outputs, and that no output is an input."""
-    case = make_case(Hq=2, Hk=1, K=3, **SHAPES[shape])
+    case = make_case(Hq=2, Hk=1, K=3, **SHAPES[shape], decay="learned" if step == "projected" else None)
     turned = {x: getattr(case, x).transpose(1, 2).contiguous().transpose(1, 2) for x in ("q", "k")}
     leaves = replace(case, **turned).leaves()
     with Calls() as calls:
         q_clean, k_bar, final = clean_query(
-            *leaves.args, **leaves.where, centred=centred, normalize=normalize, output_final_state=True, backend="chunk"
-        )
+            *leaves.args, **leaves.where, centred=centred, normalize=normalize, output_final_state=True,
+            backend="chunk", step=step,
+        )  # fmt: skip
         outputs = [x for x in (q_clean, k_bar, final.second_moment, final.key_sum) if x.requires_grad]
         like = [torch.randn_like(x) for x in outputs]  # strided as they are
         inputs = [x for x in leaves.inputs.values() if x.requires_grad]

@@ -207,7 +207,8 @@ def test_op_without_lam_passes_opcheck(shape):
     case = make_case(Hq=2, Hk=1, K=3, **SHAPES[shape]).leaves()
     state = case.initial_state
     tensors = (None, None, None) if state is None else (state.second_moment, state.key_sum, state.count)
-    arguments = (case.q, case.k, None, None, None, *tensors, case.cu_seqlens, True, "unit", "chunk", True)
+    how = (True, "unit", "scaled", "chunk", True, False)
+    arguments = (case.q, case.k, None, None, None, None, *tensors, case.cu_seqlens, *how)
     torch.library.opcheck(torch.ops.ccq.clean_query.default, arguments)
 
 

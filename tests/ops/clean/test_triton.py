@@ -14,7 +14,6 @@ from helpers import (
     DISTRIBUTIONS,
     LAYOUTS,
     NORMALIZE,
-    Case,
     assert_close,
     assert_effect,
     assert_same_results,
@@ -29,6 +28,7 @@ from helpers import (
     truth,
     uncancelled,
     unit_vector,
+    without_step,
 )
 
 from ccq import CovarianceState
@@ -59,6 +59,29 @@ MODES = [{"normalize": n, "centred": c} for n, c in (("unit", True), ("stats", T
 def test_interpreted_kernels_match_reference(shape, state):
     mode = MODES[(shape + 2 * state) % len(MODES)]  # every mode with every kind of shape would take minutes
     case = make_case(**SHAPES[shape], state=state, dtype=torch.float32, unit=mode["normalize"] == "none")
+    assert_same_results(truth(case, **mode), results(case, "triton", **mode), uncancelled(case, **mode))
+
+
+# Beside the paper's read: the step, the decay, and with which shape, mode and state
+READ_SHAPES = [{"T": 45, "B": 1, "Hq": 2, "Hk": 1, "K": 16}, {"lengths": [0, 35, 2], "Hq": 1, "Hk": 1, "K": 16}]
+READS = [
+    ("projected", None, 1, 1, False),
+    ("projected", "given", 0, 0, False),
+    ("projected", "given", 1, 2, True),
+    ("projected", "learned", 0, 0, True),
+    ("projected", "learned", 1, 3, False),
+    ("scaled", "learned", 0, 1, True),
+    ("scaled", "given", 1, 0, True),
+]
+
+
+@interpreted
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize(("step", "decay", "shape", "mode", "state"), READS)
+def test_interpreted_kernels_match_reference_in_every_read(step, decay, shape, mode, state):
+    mode = {**MODES[mode], "step": step}
+    unit = mode["normalize"] == "none"
+    case = make_case(**READ_SHAPES[shape], state=state, dtype=torch.float32, unit=unit, decay=decay)
     assert_same_results(truth(case, **mode), results(case, "triton", **mode), uncancelled(case, **mode))
 
 
@@ -118,25 +141,6 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 # On a GPU
 
 
-def truth_on_gpu(case: Case, k_bar: torch.Tensor | None, **mode) -> dict:
-    """`truth`, by the chunkwise backend in fp64, which the suite proves equal to the reference."""
-    case = case.double().leaves()
-    q, k = case.q, case.k
-    if k_bar is not None:
-        q, k = unit_vector(q), unit_vector(k)
-        k = k + (k_bar.double() - k).detach()
-        mode = {**mode, "normalize": "none"}
-    options = {**case.where, **mode, "backend": "chunk"}
-    q_clean, k_out, state = clean_query(q, k, case.lam, output_final_state=True, **options)
-    outputs = {"q_clean": q_clean, "k_bar": k_out, "C": state.second_moment, "s": state.key_sum}
-    grads = torch.autograd.grad(
-        list(outputs.values()), list(case.inputs.values()), [case.cotangents[n] for n in outputs]
-    )
-    y = correction(q.detach(), k.detach(), **options)
-    named = {f"gradient of {n}": g for n, g in zip(case.inputs, grads, strict=True)}
-    return {**outputs, "count": state.count, "y": y, **named}
-
-
 # Largest relative RMS error of the kernels, products in the dtype: half a step of bf16 is 2^-9, and a score that passed
 # two products carries three such roundings; fp32 goes through three tf32 products, fp16 through one (10 bits)
 GPU_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.5e-3, torch.float32: 5e-6}
@@ -181,23 +185,47 @@ def test_hopper_kernels_match_fp64(mode, shape, state):
     compare_with_fp64(shape, mode, state, torch.bfloat16)
 
 
-def compare_with_fp64(shape, mode, state, dtype):
+@on_gpu
+@pytest.mark.parametrize("dtype", GPU_TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [0, 2, 4, 5])
+@pytest.mark.parametrize(("step", "decay", "mode", "state"), [(x[0], x[1], x[3], x[4]) for x in READS])
+def test_kernels_match_fp64_in_every_read(step, decay, mode, state, shape, dtype):
+    mode = {**MODES[mode], "step": step}
+    compare_with_fp64(GPU_SHAPES[shape], mode, state, dtype, decay, keys="few strong directions")
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("shape", range(len(HOPPER_SHAPES)))
+@pytest.mark.parametrize(("step", "decay"), [("projected", None), ("projected", "given"), ("scaled", "learned")])
+def test_hopper_kernels_match_fp64_in_every_read(step, decay, mode, shape):
+    if not has_hopper_kernels():
+        pytest.skip("not a Hopper GPU with Triton 3.8")
+    shape, mode = HOPPER_SHAPES[shape], {**mode, "step": step}
+    compare_with_fp64(shape, mode, shape["B"] > 1, torch.bfloat16, decay, keys="few strong directions")
+
+
+def compare_with_fp64(shape, mode, state, dtype, decay=None, keys="isotropic"):
+    """Against the chunkwise backend in fp64, which the suite proves equal to the reference."""
     unit = mode["normalize"] == "none"
-    case = make_case(**shape, state=state, dtype=dtype, unit=unit)
+    case = make_case(**shape, state=state, dtype=dtype, unit=unit, decay=decay, keys=keys)
     case = to_gpu(case) if torch.cuda.is_available() else case
     got = results(case, "triton", **mode)
     rounded = mode["normalize"] == "unit" and dtype != torch.float32
     k_bar = got["k_bar"] if rounded else None
-    ref = truth_on_gpu(case, k_bar, **mode)
-    without = truth_on_gpu(replace(case, lam=torch.zeros_like(case.lam)), k_bar, **mode)
+    ref = truth(case, k_bar=k_bar, backend="chunk", **mode)
+    without = truth(replace(case, lam=torch.zeros_like(case.lam)), k_bar=k_bar, backend="chunk", **mode)
     for name in ("q_clean", "gradient of q", "gradient of k"):
         assert_effect(name, without[name], ref[name], got[name])
-    y = correction(
-        *(x.double() for x in (case.q, case.k)), **case.double().where, backend="chunk", **mode | {"centred": False}
-    )
-    scale = {"y": y, "gradient of lam": (y * case.cotangents["q_clean"].double()).sum(-1)}
+    double = case.double()
+    y = correction(double.q, double.k, **double.where, backend="chunk", **without_step(mode) | {"centred": False})
+    scale = {"y": y}
+    if "step" not in mode:
+        scale["gradient of lam"] = (y * double.cotangents["q_clean"]).sum(-1)
+    if "gradient of initial n" in ref:
+        scale["gradient of initial n"] = ref["gradient of initial s"].norm(dim=-1)
     for name, x in ref.items():
-        if name == "count":
+        if name == "count" and decay is None:
             assert torch.equal(x, got[name])
         else:
             assert_close(name, x, got[name], GPU_TOLERANCE[dtype], scale.get(name))
@@ -222,7 +250,7 @@ def test_bf16_correction_errs_by_no_more_than_its_roundings(keys):
 
 def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The chunkwise algorithm with q, k and the scores in bf16 and states in fp32."""
-    keys = chunk.chunk_keys(k, chunk.Past())
+    keys = chunk.chunk_keys(k, None, chunk.Past())
     x = chunk.to_grouped_chunks(q.float(), keys)
     p = chunk.scores(keys, x).bfloat16().float()
     y = (p.flatten(2, 3) @ keys.k + x.flatten(2, 3) @ keys.before).view_as(x) / keys.t

@@ -33,6 +33,9 @@ CLEANINGS = {
     "uncentred": {"normalize": "unit", "centred": False},
     "stats": {"normalize": "stats"},
     "unit already": {"normalize": "none"},
+    "projected": {"normalize": "unit", "step": "projected"},
+    "projected, decayed": {"normalize": "unit", "step": "projected", "log_decay": True},
+    "decayed, uncentred": {"normalize": "stats", "centred": False, "log_decay": True},
 }
 decode_step = torch.no_grad()(checked(ccq.ops.decode_step.__wrapped__))
 
@@ -82,13 +85,17 @@ def check(writes, cleaning, K, V, dtype, backend, device="cpu", **sizes):
     # the truth: clean the whole sequence, then loop
     case = make_case(B=B, T=1, Hq=H, Hk=H, K=K, dtype=dtype, state=True)
     start = case.initial_state.to(device=device, dtype=torch.float32)
+    decay = torch.nn.functional.logsigmoid(torch.randn(B, T, H, generator=rng)).to(device)
+    if decays := options.pop("log_decay", False):
+        start = CovarianceState(start.second_moment, start.key_sum, start.weight + 0.5)
     double = [None if x is None else x.cpu().double() for x in inputs]
     if options:
         lam = torch.sigmoid(double[0].flatten(2) @ weight.cpu().double().T + bias.cpu().double())
-        initial = start.to("cpu", torch.float64)
+        initial, faded = start.to("cpu", torch.float64), decay.cpu().double() if decays else None
         double[0], double[1], end = clean_query(
-            *double[:2], lam, initial_state=initial, output_final_state=True, backend="reference", **options
-        )
+            *double[:2], lam, initial_state=initial, output_final_state=True, backend="reference", log_decay=faded,
+            **options,
+        )  # fmt: skip
     elif unit_qk:
         double[0], double[1] = unit_vector(double[0]), unit_vector(double[1])
     expected, state = loop(*double, recurrent.cpu().double(), K**-0.5)
@@ -97,7 +104,8 @@ def check(writes, cleaning, K, V, dtype, backend, device="cpu", **sizes):
     got = []
     for t in range(T):
         at = [None if x is None else x[:, t] for x in inputs]
-        how = Cleaning(covariance, gate=(weight, bias), **options) if options else None
+        log_decay = decay[:, t] if decays else None
+        how = Cleaning(covariance, gate=(weight, bias), log_decay=log_decay, **options) if options else None
         got.append(decode_step(*at[:3], recurrent, *at[3:], unit_qk=unit_qk, cleaning=how, backend=backend))
     coarse = dtype != torch.float32 and (unit_qk or options)  # q_clean and k_bar are rounded to the dtype
     assert got[0].dtype == v.dtype

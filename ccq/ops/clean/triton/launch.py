@@ -11,8 +11,8 @@ from torch import Tensor
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean.chunk import Gradients, Past, Read, Saved, kept_dtype
 from ccq.ops.clean.state import weight_of
-from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
 from ccq.ops.clean.triton import reads
+from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
 from ccq.ops.clean.triton.reads import clean_kernel, dk_kernel, finish_kernel, turn_kernel
 from ccq.ops.clean.triton.scans import adjoint_kernel, keys_kernel, states_kernel, sums_kernel, weights_kernel
 from ccq.ops.precision import EPS
@@ -129,14 +129,14 @@ def run_weights(
     grid: Grid, log_decay: Tensor, start: Tensor | None, x: Tensor | None = None, reverse: bool = False
 ) -> tuple[Decay, Tensor]:
     """n_t = gamma_t n_{t-1} + x_t (1 without x), and n behind the last token; from the last to the first, `reverse`."""
-    made = log_decay.new_empty(2, grid.key_heads, grid.tokens, dtype=torch.float32)
+    made = Decay(*(log_decay.new_empty(grid.key_heads, grid.tokens, dtype=torch.float32) for _ in range(2)))
     end = log_decay.new_empty(grid.sequences, grid.key_heads, dtype=torch.float32)
     weights_kernel[(grid.sequences * grid.key_heads,)](
-        log_decay, x, start, made[0], made[1], end, grid.cu, grid.length, grid.tokens, grid.key_heads,
+        log_decay, x, start, *made, end, grid.cu, grid.length, grid.tokens, grid.key_heads,
         START=start is not None, X=x is not None, END=True, REVERSE=reverse, VARLEN=grid.cu is not None,
         BL=256 if grid.length <= 256 else 2048,
     )  # fmt: skip
-    return Decay(*made), end
+    return made, end
 
 
 class Keys(NamedTuple):
@@ -211,7 +211,7 @@ class Rows(NamedTuple):
 
 def read_tiles(
     grid: Grid, x: Tensor, keys: Keys, lam: Tensor | None, step: int, decay: Decay, states: Tensor,
-    centred: bool, unit: bool, dtype: torch.dtype, rows: Rows = Rows(),
+    centred: bool, unit: bool, dtype: torch.dtype, rows: Rows,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x_clean (Sigma x itself for the step Y) from the states of `key_states`; and m_t, the mean of the scores."""
     out = torch.empty_like(x, dtype=dtype)
@@ -252,7 +252,7 @@ def finish(
     """
     q, decayed = saved.q, decay.through is not None
     dq = torch.empty_like(q)
-    lifts = q.new_empty((2, grid.query_heads, grid.tokens) if how.centred else (2, 0), dtype=torch.float32)
+    lifts = [q.new_empty((grid.query_heads, grid.tokens) if how.centred else 0, dtype=torch.float32) for _ in range(2)]
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if how.centred else 0, dtype=torch.float32)
     reaching = torch.empty_like(read) if decayed else read
     through_n = q.new_empty((grid.query_heads, grid.tokens) if decays else 0, dtype=torch.float32)
@@ -357,9 +357,7 @@ def forward(
     return out, keys.stat, keys.rnorm, means, kept, *final, weight
 
 
-def backward(
-    grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool = True
-) -> tuple[Tensor | None, ...]:
+def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool = True) -> tuple[Tensor | None, ...]:
     """As `chunk.backward`."""
     g, dk_bar, d_second_moment, d_key_sum, d_weight = contiguous(*grads)
     saved, past = Saved(*contiguous(*saved)), Past(*contiguous(*past))
@@ -368,9 +366,9 @@ def backward(
     grid, decay, weight = begin("clean", q, k, saved.log_decay, past, hopper)
     key_grid = pick_grid("dk", q, k, past._replace(seen=grid.count), hopper and not decays)
     if (d_second_moment is None) != (d_key_sum is None):
-        zeros = k.new_zeros(grid.sequences, grid.key_heads, grid.size, grid.size, dtype=torch.float32)
-        d_second_moment = zeros if d_second_moment is None else d_second_moment
-        d_key_sum = zeros[..., 0].contiguous() if d_key_sum is None else d_key_sum
+        zeros = [x.zero_() for x in empty_state(grid, k, True)]
+        d_second_moment = zeros[0] if d_second_moment is None else d_second_moment
+        d_key_sum = zeros[1] if d_key_sum is None else d_key_sum
     again = decays and d_second_moment is not None  # the final state, which the gradient of the decay asks for
     keys = prepare_keys(grid, k, how.normalize == "stats", centred or again, decay)
     last = empty_state(grid, k, again)
@@ -405,9 +403,7 @@ def backward(
     states = adjoint_states(key_grid, q, adjoint.reaching, decay, d_second_moment, first[0])
     scaled = torch.empty_like(decay.weights) if decays and decay.weights is not None else None
     rnorm = None if how.normalize == "none" else saved.k_rnorm
-    dk = dk_tiles(
-        key_grid, grid, q, stat, rnorm, dk_bar, adjoint, decay, states, d_key_sum, centred, scaled
-    )
+    dk = dk_tiles(key_grid, grid, q, stat, rnorm, dk_bar, adjoint, decay, states, d_key_sum, centred, scaled)
     d_first = d_log_decay = None
     if scaled is not None:
         through_n = adjoint.through_n.view(grid.key_heads, groups, -1).sum(1)
@@ -419,9 +415,9 @@ def backward(
         if d_weight is not None:
             whole += d_weight * weight
         flat = torch.zeros_like(saved.log_decay)
-        d_log_decay, _ = run_weights(grid, flat, -whole, scaled, reverse=True)
-        d_log_decay = -d_log_decay.weights.view(grid.key_heads, *k.shape[:2]).permute(1, 2, 0)
-    return dq, dk, dlam, *first, d_first, d_log_decay if d_log_decay is None else d_log_decay.contiguous()
+        summed = run_weights(grid, flat, -whole, scaled, reverse=True)[0].weights
+        d_log_decay = torch.neg(summed.view(grid.key_heads, *k.shape[:2]).permute(1, 2, 0), out=flat)
+    return dq, dk, dlam, *first, d_first, d_log_decay
 
 
 def empty_state(grid: Grid, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -377,8 +377,8 @@ def dk_kernel(
     chunk_offsets, pull_offsets, dk,
     N, T, M, HQ, H, K, per_tiles, per_chunks, per_pulls, tiles, spread,
     UNIT: tl.constexpr, BAR: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, CENTRED: tl.constexpr,
-    DECAY: tl.constexpr, DECAYS: tl.constexpr, PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    DT: tl.constexpr, IP: tl.constexpr,
+    DECAY: tl.constexpr, DECAYS: tl.constexpr, PULL: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BS: tl.constexpr, DT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """dk of one tile: R of the later chunks, and the queries of its own chunk that saw these keys.
 
