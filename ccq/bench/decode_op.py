@@ -3,6 +3,7 @@
     fla        fla's fused recurrent kernel, which writes its states to new memory
     unit       `decode_step` with unit q and k and no cleaning: the backbone's own update and read
     ours       `decode_step` with gate and cleaning
+    projected  the same with the projected step, the covariance decaying with the memory
 
 The floor is the states' bytes, read once and written once (of the covariance the lower triangle), over the bandwidth of
 a large elementwise kernel measured in the same run. Each call works on one of several copies of the states, so that
@@ -26,7 +27,7 @@ from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks
 from ccq.systems import SYSTEMS
 from ccq.tables import LiveTable
 
-VARIANTS = ("fla", "unit", "ours")
+VARIANTS = ("fla", "unit", "ours", "projected")
 CACHE = 60 * 2**20  # bytes of an H200's L2
 
 
@@ -51,6 +52,7 @@ class Layer:
             (
                 torch.zeros(batch, heads, key, value, device="cuda"),
                 CovarianceState.zeros(batch, heads, key, device="cuda"),
+                CovarianceState.zeros(batch, heads, key, device="cuda", decayed=True),
             )
             for _ in range(self.copies)
         ]
@@ -58,7 +60,7 @@ class Layer:
 
     def bytes(self, cleaned: bool) -> int:
         """What must move: the states in and out, of the symmetric C_t one triangle."""
-        recurrent, covariance = self.states[0]
+        recurrent, covariance, _ = self.states[0]
         size = self.q.shape[-1]
         triangle = covariance.second_moment.nbytes * (size + 1) / (2 * size)
         return int(2 * (recurrent.nbytes + (triangle + covariance.key_sum.nbytes if cleaned else 0)))
@@ -72,10 +74,15 @@ class Layer:
             return decode_step(q, k, v, next(self.turn)[0], g, beta, unit_qk=True)
 
         def ours():
-            recurrent, covariance = next(self.turn)
+            recurrent, covariance, _ = next(self.turn)
             return decode_step(q, k, v, recurrent, g, beta, cleaning=Cleaning(covariance, gate=self.gate))
 
-        return {"unit": unit, "ours": ours}[variant]
+        def projected():
+            recurrent, _, covariance = next(self.turn)
+            cleaning = Cleaning(covariance, gate=self.gate, step="projected", log_decay=g)
+            return decode_step(q, k, v, recurrent, g, beta, cleaning=cleaning)
+
+        return {"unit": unit, "ours": ours, "projected": projected}[variant]
 
     def fla(self):
         """fla's kernel at T = 1, with its own normalisation for Gated DeltaNet."""
@@ -111,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for variant in args.variants.split(","):
                     with torch.no_grad():
                         timing = graph_time(layer.call(variant), inner=4 * layer.copies, repeats=20)
-                    moved = layer.bytes(variant == "ours")
+                    moved = layer.bytes(variant in ("ours", "projected"))
                     rate = moved / (1e-3 * timing.median)
                     row = {
                         "backbone": backbone, "variant": variant, "B": batch, "H": args.heads, "K": args.key_size,
@@ -141,7 +148,8 @@ def tables(found: Collection) -> list[Table]:
     copy = source.content["ceilings"]["byte_per_s"]
     rows = []
     for backbone, system in (("gla", "gla"), ("gdn", "gated-deltanet")):
-        for variant, by in (("fla", ", by fla"), ("unit", ", by ccq"), ("ours", "")):
+        names = {"ours": f"ccq-{system}", "projected": f"{system}-projected-decay"}
+        for variant, by in (("fla", ", by fla"), ("unit", ", by ccq"), ("ours", ""), ("projected", "")):
             cells = []
             for batch in batches:
                 row, base = measured.get((backbone, variant, batch)), measured.get((backbone, "unit", batch))
@@ -149,10 +157,10 @@ def tables(found: Collection) -> list[Table]:
                     cells.append(NOT_RUN)
                     continue
                 text, small = spread(row["ms"], 1e3, 1)
-                if variant == "ours" and base is not None:
+                if variant in names and base is not None:
                     text += f" ({row['ms']['median'] / base['ms']['median']:.2f}×)"
                 cells.append(timed(f"{text}, {row['byte_per_s'] / copy:.0%}", small, source))
-            name = system if by else f"ccq-{system}"
+            name = names.get(variant, system)
             rows.append(Row(Cell(SYSTEMS[name].label + by), cells, row_kind(name)))
     first = source.content["rows"][0]
     notes = [

@@ -4,6 +4,7 @@
     unit       with unit q and k: the control that CCQ is to be set against
     composed   CCQ from fla's ops
     ours       CCQ by this package
+    projected  the projected step over a covariance that decays with the memory, by this package
 
 CCQ is put where the layer calls its recurrence, so that all else is fla's own code.
 """
@@ -28,7 +29,8 @@ from ccq.tables import LiveTable
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 RECURRENCES: dict[str, Callable] = {}
-VARIANTS = ("fla", "unit", "composed", "ours")
+VARIANTS = ("fla", "unit", "composed", "ours", "projected")
+CLEANED = ("composed", "ours", "projected")
 PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
 
 
@@ -48,7 +50,7 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
         layer = gdn.GatedDeltaNet(hidden_size=HIDDEN, head_dim=KEY, num_heads=HEADS, expand_v=VALUE / KEY)
     layer = layer.cuda().bfloat16()
     recurrence = RECURRENCES.setdefault(name, getattr(module, name))  # fla's own, whatever an earlier layer put there
-    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in ("composed", "ours") else None  # fp32
+    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in CLEANED else None  # fp32
     layer.add_module("ccq_gate", linear)
 
     def read(q: Tensor, k: Tensor, **rest):
@@ -57,6 +59,12 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
         elif linear is not None:
             if variant == "ours":
                 q, k = op.gated(q, k, linear.weight, linear.bias)
+            elif variant == "projected":
+                with torch.no_grad():
+                    g = rest["g"].float()
+                    if backbone == "gdn":  # fla makes the decay in its kernel
+                        g = -rest["A_log"].float().exp() * nn.functional.softplus(g + rest["dt_bias"])
+                q, k = op.projected(q, k, linear.weight, linear.bias, g.mean(-1) if g.ndim == 4 else g)
             else:
                 q, k = op.composed(q, k, linear(q.flatten(2).float()).sigmoid())
             if backbone == "gdn":
@@ -175,21 +183,28 @@ def tables(found: Collection) -> list[Table]:
                 text, small, of = f"{mine[0][value] / 2**30:.2f} GiB", "", lambda row: row["peak_bytes"]
             else:
                 (text, small), of = spread(mine[0][value]), lambda row: row["graph_ms"]["median"]
-            if control is not None and variant in ("ours", "composed"):
+            if control is not None and variant in CLEANED:
                 text += f" ({of(mine[0]) / of(control[0]):.2f}×)"
             return timed(text, small, mine[1])
 
         for variant in VARIANTS:
-            name = LAYERS.get((backbone, variant), f"ccq-{system}")
+            made = f"{system}-projected-decay" if variant == "projected" else f"ccq-{system}"
+            name = LAYERS.get((backbone, variant), made)
             if (backbone, variant) == ("gdn", "unit"):
                 continue  # fla's Gated DeltaNet is that
             composed = ", composed from fla" if variant == "composed" else ""
             cells = []
             for column in PASSES:
-                told = NOT_IN_PAPER if composed else quoted("layer", name, heading(*column), ratio=system)
+                told = (
+                    NOT_IN_PAPER
+                    if composed or variant == "projected"
+                    else quoted("layer", name, heading(*column), ratio=system)
+                )
                 cells += [told, cell(variant, *column, "graph_ms")]
             cells.append(cell(variant, *PASSES[0], "peak_bytes"))
-            rows.append(Row(Cell(SYSTEMS[name].label + composed), cells, "ours" if variant == "ours" else ""))
+            rows.append(
+                Row(Cell(SYSTEMS[name].label + composed), cells, "ours" if variant in ("ours", "projected") else "")
+            )
     notes = []
     if sources:
         notes.append(

@@ -7,6 +7,7 @@ bandwidth of a large elementwise kernel. Both rates are measured in the same run
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -66,6 +67,11 @@ def gated(q: Tensor, k: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, T
     return clean_query(q, k, Gate(weight, bias), backend="triton")[:2]
 
 
+def projected(q: Tensor, k: Tensor, weight: Tensor, bias: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The projected step over a covariance that forgets."""
+    return clean_query(q, k, Gate(weight, bias), backend="triton", step="projected", log_decay=log_decay)[:2]
+
+
 def calls(function: Callable, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:
     """Forward, and forward with backward, on fixed inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -73,9 +79,12 @@ def calls(function: Callable, batch: int, length: int, heads: int, size: int) ->
     q, k, g, h = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
     lam = torch.rand(shape[:-1], device="cuda", generator=generator)
     inputs = [q, k, lam]
-    if function is gated:
+    if function in (gated, projected):
         inputs[2:] = torch.randn(heads, heads * size, device="cuda") / size, torch.zeros(heads, device="cuda")
     leaves = [x.clone().requires_grad_() for x in inputs]
+    if function is projected:  # the backbone's decay, which gets no gradient from here
+        log_decay = torch.nn.functional.logsigmoid(torch.randn(shape[:-1], device="cuda", generator=generator) + 4)
+        function = functools.partial(projected, log_decay=log_decay)
 
     def forward() -> None:
         with torch.no_grad():
@@ -94,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--key-size", type=int, default=256)
     parser.add_argument("--composed", action="store_true", help="also the one composed from fla's ops")
     args = parser.parse_args(argv)
-    functions: list[tuple[str, Callable]] = [("ours", ours), ("with gate", gated)]
+    functions: list[tuple[str, Callable]] = [("ours", ours), ("with gate", gated), ("projected, decayed", projected)]
     functions += [("composed", composed)] if args.composed else []
     ceilings = measure_ceilings()
     rows = []
@@ -136,9 +145,10 @@ def tables(found: Collection) -> list[Table]:
         here = {(r["name"], r["pass"]): r for r in source.content["rows"] if (r["B"], r["T"]) == (batch, length)}
         times = {key: spread(row["ms"], 1e3, 0) for key, row in here.items()}
         shown = (("ours", PASSES[0]), ("with gate", PASSES[0]), ("ours", PASSES[1]))
+        read = [times[key][0] for key in (("projected, decayed", which) for which in PASSES) if key in times]
         cells = [timed(*times[key], source) if key in times else NOT_RUN for key in shown]
         theirs = [times[key][0] for key in (("composed", which) for which in PASSES) if key in times]
-        cells.append(timed(", ".join(theirs), "", source) if theirs else NOT_RUN)
+        cells += [timed(", ".join(found), "", source) if found else NOT_RUN for found in (read, theirs)]
         floors = [1e3 * here["ours", which]["floor_ms"] for which in PASSES]
         cells.append(timed(", ".join(f"{floor:.0f}" for floor in floors), "", source))
         rows.append(Row(Cell(f"batch {batch}, {length:,} tokens"), cells))
@@ -149,5 +159,6 @@ def tables(found: Collection) -> list[Table]:
         f"product, and the bytes over the bandwidth of a large copy. {marks([source])}",
         RANGE,
     ]
-    head = ["cleaning alone, µs", "forward", "with the gate", "forward and backward", "composed from fla", "floor"]
+    head = ["cleaning alone, µs", "forward", "with the gate", "forward and backward", "projected, decayed, gate",
+            "composed from fla", "floor"]  # fmt: skip
     return [Table("op", "Cleaning alone, microseconds (not in the paper)", head, [Block("", rows)], notes)]

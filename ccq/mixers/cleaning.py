@@ -129,20 +129,23 @@ class QueryCleaner(Owner):
         return self.read["step"] in reference.FUSED and self.read["steps"] == 1
 
     def log_decay(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H"] | None:
-        """That of the covariance, from the log-decay g of the backbone: one a head, or a channel [*B, H', F].
+        """That of the covariance, from the log-decay g of the backbone: the mean of its parts."""
+        parts = self.decay_parts(k, g)
+        return None if parts is None else parts.mean(-1)
+
+    def decay_parts(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H D"] | None:
+        """The log-decays of a head, from g: one a head, or value head of Mamba2 [*B, H'], or channel [*B, H, F].
 
         The backbone's is taken as it is: its gradient goes to what the memory forgets, not to the covariance.
         """
         if self.covariance_decay == "learned":
-            return F.logsigmoid(self.decay_logit).expand(k.shape[:-1])
+            return F.logsigmoid(self.decay_logit).expand(k.shape[:-1])[..., None]
         if self.covariance_decay == "none":
             return None
         if g is None:  # a backbone that does not forget
-            return k.new_zeros(k.shape[:-1], dtype=stats_dtype(k.dtype))
+            return k.new_zeros(*k.shape[:-1], 1, dtype=stats_dtype(k.dtype))
         g = g.detach().to(stats_dtype(k.dtype))
-        if g.ndim > k.ndim - 1:
-            g = g.mean(-1)
-        return g.unflatten(-1, (k.shape[-2], -1)).mean(-1)  # Mamba2: several value heads to a key head
+        return g if g.ndim == k.ndim else g.unflatten(-1, (k.shape[-2], -1))
 
     def forward(
         self,
@@ -269,7 +272,7 @@ class QueryCleaner(Owner):
                 centred=self.centred,
                 normalize=self.normalize,
                 step=self.read["step"],
-                log_decay=self.log_decay(k, g),
+                log_decay=self.decay_parts(k, g),
             )
         return decode_step(
             self.without_current_key(q, k), k, v, state["recurrent"], g, beta, scale,

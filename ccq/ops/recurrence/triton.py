@@ -31,21 +31,23 @@ BLOCK = 64  # of the covariance's side
 
 @triton.jit
 def covariance_kernel(
-    q, k, lam, raw, weight, bias, log_decay, second_moment, key_sum, count, partial, H, K, R, eps,
+    q, k, lam, raw, weight, bias, log_decay, second_moment, key_sum, count, partial, H, K, R, D, eps,
     UNIT: tl.constexpr, ROUND: tl.constexpr, GATE: tl.constexpr, DECAY: tl.constexpr, WEIGHTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, BD: tl.constexpr,
     NB: tl.constexpr, NR: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """C += k k^T and s += k on one lower block, and what it adds to C q. A head's last program: its gate, and t.
 
-    DECAY: all of them fade first. WEIGHTS: t is a weight, one a head, and no count.
+    DECAY: all of them fade first, by the mean of D log-decays. WEIGHTS: t is a weight, one a head, and no count.
     """
     if OVERLAP:
         gdc_launch_dependents()
     nh = tl.program_id(0).to(tl.int64)
     decay = 1.0
     if DECAY:
-        decay = tl.exp(tl.load(log_decay + nh).to(tl.float32))
+        part = tl.arange(0, BD)
+        parts = tl.load(log_decay + nh * D + part, mask=part < D, other=0.0).to(tl.float32)
+        decay = tl.exp(tl.sum(parts, 0) / D)
     if tl.program_id(1) == NB * (NB + 1) // 2:
         h = nh % H
         if GATE:
@@ -167,11 +169,12 @@ def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor,
     side = min(BLOCK, block_k)
     blocks = cdiv(size, side)
     partial = q.new_empty(batch, heads, blocks, size, dtype=torch.float32)
+    parts = 1 if log_decay is None else log_decay.numel() // (batch * heads)
     covariance_kernel[(batch * heads, blocks * (blocks + 1) // 2 + 1)](
         q, k, lam, raw, weight, bias, log_decay, second_moment, state.key_sum, state.count, partial,
-        heads, size, width, EPS,
+        heads, size, width, parts, EPS,
         UNIT=cleaning.normalize != "none", ROUND=cleaning.normalize == "unit", GATE=gated,
-        DECAY=log_decay is not None, WEIGHTS=weighs(state), OVERLAP=arch(q.device).overlaps,
+        DECAY=log_decay is not None, WEIGHTS=weighs(state), OVERLAP=arch(q.device).overlaps, BD=power_of_2(parts),
         NB=blocks, NR=power_of_2(cdiv(width, block_k)), BB=side, BK=block_k,
         num_warps=warps(block_k),
     )  # fmt: skip
