@@ -23,6 +23,7 @@ from ccq.ops.clean.triton.configs import NAMES, PASSES, TUNED, Config, candidate
 from ccq.provenance import provenance
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+NEVER = launch.Decay()  # nothing is forgotten
 SCAN_FIELDS = ("BLK", "BR", "scan_warps", "scan_stages")
 
 
@@ -43,10 +44,10 @@ class Case:
     def scan(self, name: str, config: Config):
         grid = self.grid(config)
         if name == "dk":
-            return lambda: launch.adjoint_states(grid, self.q, self.g, None, None)
-        sums = launch.prepare_keys(grid, self.k, False, True)[2]
-        launch.run_sums(grid, sums, None, grid.per_sums, None, None, 1, False)
-        return lambda: (launch.key_states(grid, self.k, sums, None, True, None), sums)
+            return lambda: launch.adjoint_states(grid, self.q, self.g, NEVER, None, None)
+        keys = launch.prepare_keys(grid, self.k, False, True, NEVER)
+        keys = keys._replace(sums=launch.run_sums(grid, keys.sums, keys.fades, None, None, 1, False))
+        return lambda: (launch.key_states(grid, keys, NEVER, None, True, None), keys)
 
     def read(self, name: str, config: Config):
         grid = self.grid(config)
@@ -56,10 +57,14 @@ class Case:
         if name == "dk":
             states = self.inputs[key]
             pulls = self.q.new_ones(grid.sums, grid.query_heads, grid.size, dtype=torch.float32)
-            adjoint = launch.Adjoint(self.g, pulls, self.lam, self.lam)
-            return lambda: launch.dk_tiles(grid, grid, self.q, self.k, self.lam, self.g, adjoint, states, None, True)
-        states, sums = self.inputs[key]
-        return lambda: launch.read_tiles(grid, self.q, self.k, self.lam, states, sums, True, True, self.q.dtype)
+            adjoint = launch.Adjoint(self.g, self.g, pulls, self.lam, self.lam, self.lam)
+            return lambda: launch.dk_tiles(
+                grid, grid, self.q, self.k, self.lam, self.g, adjoint, NEVER, states, None, True, None
+            )
+        states, keys = self.inputs[key]
+        return lambda: launch.read_tiles(
+            grid, self.q, keys, self.lam, launch.SCALED, NEVER, states, True, True, self.q.dtype, launch.Rows()
+        )
 
 
 def stages(name: str, dtype: torch.dtype, block_k: int, hopper: bool) -> list[tuple[str, str, Config]]:

@@ -5,6 +5,8 @@ B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key si
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -81,7 +83,7 @@ def clean_query(
     return q, k_bar, state
 
 
-def read_with(step: str, q: Tensor, y: Tensor, lam: Tensor, normalize: str) -> Tensor:
+def read_with(step: str, q: Tensor, y: Tensor, lam: Any, normalize: str) -> Tensor:
     """q_clean of y = Sigma_t q as `sigma_q` gives it."""
     q_read = unit(q) if normalize == "unit" else q.to(y.dtype)
     return reference.STEPS[step](q_read, y, lam.to(y.dtype)[..., None]).to(q.dtype)

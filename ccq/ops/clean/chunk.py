@@ -236,7 +236,8 @@ def forward(
         weight = None if log_decay is None else start_weight(k, past)
         for piece in cut:
             before = following(past, piece, moment, total, weight)
-            *output, moment, total, weight = forward(*of((q, k, lam, log_decay), piece), before, how)
+            q_i, k_i, lam_i, log_decay_i = of((q, k, lam, log_decay), piece)
+            *output, moment, total, weight = forward(q_i, k_i, lam_i, log_decay_i, before, how)
             outputs.append(output)
         return *join(outputs), moment, total, weight
     with exact_matmul(q):
@@ -323,8 +324,8 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
         dk += scores_g.flatten(2, 3).mT @ cq
         reached = qc if decay is None else qc * decay.start[:, :, None, :, None]  # by what a chunk begins with
         cross = reached.flatten(2, 3).mT @ cg
-        after, d_first = scan(keys.layout, cross + cross.mT, d_moment + d_moment.mT, True, across)
-        dk += to_end(keys, keys.k @ after)
+        later, d_first = scan(keys.layout, cross + cross.mT, d_moment + d_moment.mT, True, across)
+        dk += to_end(keys, keys.k @ later)
         mean_q = None if mean_g is None else to_grouped_chunks(means[..., None], keys)
         if mean_g is None or mean_q is None:
             pull = torch.zeros_like(keys.k)

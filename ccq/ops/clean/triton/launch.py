@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -122,7 +122,7 @@ class Decay(NamedTuple):
     """What the log-decays of a call come to. [Hk, B T] both, a sequence's tokens behind one another."""
 
     through: Tensor | None = None  # their running sum, begun anew every PERIOD tokens
-    weights: Tensor | None = None  # n_t
+    weights: Any = None  # n_t
 
 
 def run_weights(
@@ -256,7 +256,7 @@ def finish(
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if how.centred else 0, dtype=torch.float32)
     reaching = torch.empty_like(read) if decayed else read
     through_n = q.new_empty((grid.query_heads, grid.tokens) if decays else 0, dtype=torch.float32)
-    adjoint = Adjoint(read, reaching, pulls, *lifts, through_n)
+    adjoint = Adjoint(read, reaching, pulls, lifts[0], lifts[1], through_n)
     finish_kernel[(grid.sums * grid.query_heads,)](
         g, q, saved.lam, saved.y, saved.means, m_g, grid.count, *decay, grid.cu, grid.sum_offsets, dq, *adjoint,
         grid.sequences, grid.length, grid.tokens, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, EPS,
@@ -366,7 +366,7 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
     grid, decay, weight = begin("clean", q, k, saved.log_decay, past, hopper)
     key_grid = pick_grid("dk", q, k, past._replace(seen=grid.count), hopper and not decays)
     if (d_second_moment is None) != (d_key_sum is None):
-        zeros = [x.zero_() for x in empty_state(grid, k, True)]
+        zeros = [torch.zeros_like(x) for x in empty_state(grid, k, True) if x is not None]
         d_second_moment = zeros[0] if d_second_moment is None else d_second_moment
         d_key_sum = zeros[1] if d_key_sum is None else d_key_sum
     again = decays and d_second_moment is not None  # the final state, which the gradient of the decay asks for
@@ -405,10 +405,10 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
     rnorm = None if how.normalize == "none" else saved.k_rnorm
     dk = dk_tiles(key_grid, grid, q, stat, rnorm, dk_bar, adjoint, decay, states, d_key_sum, centred, scaled)
     d_first = d_log_decay = None
-    if scaled is not None:
+    if scaled is not None and saved.log_decay is not None:
         through_n = adjoint.through_n.view(grid.key_heads, groups, -1).sum(1)
-        through_n, d_first = run_weights(grid, saved.log_decay, d_weight, through_n, reverse=True)
-        scaled += through_n.weights
+        behind, d_first = run_weights(grid, saved.log_decay, d_weight, through_n, reverse=True)
+        scaled += behind.weights
         whole = scaled.new_zeros(grid.sequences, grid.key_heads)
         if d_second_moment is not None:
             whole += (d_second_moment * last[0]).sum((-1, -2)) + (d_key_sum * last[1]).sum(-1)
