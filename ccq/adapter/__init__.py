@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ccq.adapter.layers import AttachError, Cleaned, Family, family_of
+from ccq.adapter.layers import PACKED, AttachError, Cleaned, Family, family_of
 from ccq.files import read_json, whole_folder, write_json
 
 __all__ = ["AttachError", "attach", "detach", "load_adapter", "save_adapter"]
@@ -73,12 +73,13 @@ def attach(
     for index in chosen:
         layer, family = known[index]
         how = options | {"normalize": normalize or ("unit" if family.unit else "stats")}
-        cleaner = QueryCleaner(CCQConfig(clean=True, **how), *family.shape(layer))
+        cleaner = QueryCleaner(CCQConfig(clean=True, **how), getattr(layer, family.heads), getattr(layer, family.size))
         if family.unit:
             cleaner.normalize = "none"  # q and k are unit when they come
         place(layer, cleaner)
-    for body in bodies(model):
-        body._ccq_hook = body.register_forward_pre_hook(say_where_sequences_begin, with_kwargs=True)
+    for module in around(model):
+        module._ccq_told = False
+        module._ccq_hook = module.register_forward_pre_hook(pass_packing_on, with_kwargs=True)
     flag(model, {"layers": chosen, **options})
     return model
 
@@ -138,19 +139,33 @@ def attached(model: nn.Module) -> dict[int, Any]:
     return {module.layer_idx: module for module in model.modules() if isinstance(module, Cleaned)}
 
 
-def bodies(model: nn.Module) -> list[Any]:
-    """The innermost models of transformers around layers that clean: they are told of packed sequences."""
+def around(model: nn.Module) -> list[Any]:
+    """The models of transformers around layers that clean, the innermost last: they are asked for packed sequences."""
     from transformers import PreTrainedModel
 
-    around = [m for m in model.modules() if isinstance(m, PreTrainedModel) and attached(m)]
-    return [m for m in around if not any(inner is not m and inner in around for inner in m.modules())]
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel) and attached(module)]
 
 
-def say_where_sequences_begin(body: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """Positions that start again mark packed sequences; layers without positions get to know of it as `seq_idx`."""
-    positions = kwargs.get("position_ids")
-    told = any(kwargs.get(name) is not None for name in ("attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seqlens"))
-    if positions is None or told or positions.shape[-1] < 2:
+def pass_packing_on(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """Before each model around: positions that start again mark packed sequences, which layers without positions get to
+    know of as `seq_idx`. What one model is told and the next one inside it is not would be dropped in silence."""
+    told = any(kwargs.get(name) is not None for name in PACKED)
+    if (
+        not told
+        and kwargs.get("attention_mask") is None
+        and (seq_idx := restarts(kwargs.get("position_ids"))) is not None
+    ):
+        told, kwargs = True, {**kwargs, "seq_idx": seq_idx}
+    if module._ccq_told and not told:
+        raise AttachError(f"packed sequences: {type(module).__name__} is not told of them by the model around it")
+    for inner in around(module)[1:]:
+        inner._ccq_told = told
+    return args, kwargs
+
+
+def restarts(positions: Tensor | None) -> Tensor | None:
+    """The number of the sequence that each token is of, [1, T], where positions start again; None: nowhere."""
+    if positions is None or positions.shape[-1] < 2:
         return None
     # of several axes the first is that of time, which stands still within a picture
     rows, least = (positions, 1) if positions.ndim == 2 else (positions[0], 0)
@@ -159,8 +174,7 @@ def say_where_sequences_begin(body: Any, args: tuple, kwargs: dict[str, Any]) ->
         return None
     if len(starts) != 1:
         raise AttachError(f"position_ids: expected a batch of 1 where they start again (packed), got {len(starts)}")
-    seq_idx = nn.functional.pad(starts.cumsum(1, dtype=torch.int32), (1, 0))
-    return args, {**kwargs, "seq_idx": seq_idx}
+    return nn.functional.pad(starts.cumsum(1, dtype=torch.int32), (1, 0))
 
 
 def flag(model: Any, options: dict[str, Any] | None) -> None:
@@ -184,9 +198,9 @@ def detach(model: nn.Module) -> nn.Module:
     found = attached(model)
     if not found:
         raise AttachError(f"{type(model).__name__} has no cleaning attached")
-    for body in bodies(model):
-        body._ccq_hook.remove()
-        del body._ccq_hook
+    for module in around(model):
+        module._ccq_hook.remove()
+        del module._ccq_hook, module._ccq_told
     for layer in found.values():
         del layer.cleaner
         become(layer, layer.original)

@@ -84,27 +84,70 @@ def delta_rule(call: Call, function: Callable, query: Tensor, key: Tensor, value
     return o.to(query.dtype), state
 
 
+def scan(
+    call: Call, function: Callable, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **options: Any
+) -> Any:
+    """Mamba2, all tokens: C [B, T, H, K] is the query, B the key, in groups of heads."""
+    time = dt if options.get("dt_bias") is None else dt + options["dt_bias"]
+    time = (F.softplus(time.float()) if options.get("dt_softplus") else time.float()).clamp(*options["dt_limit"])
+    C, B = call.clean(C, C, B, time * A)
+    return function(x, dt, A, B, C, *rest, **options)
+
+
+def state_update(
+    call: Call,
+    function: Callable,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Mamba2, one token: C and B [B, H, K]; dt [B, heads, P] and A [heads, P, K] are the same for all of P and K."""
+    time = F.softplus((dt + options["dt_bias"])[..., 0].float())
+    C, B = (y[:, 0] for y in call.clean(C[:, None], C[:, None], B[:, None], (time * A[:, 0, 0])[:, None]))
+    return function(state, x, dt, A, B, C, *rest, **options)
+
+
+def nothing(call: Call, function: Callable, *args: Any, **options: Any) -> None:
+    """Mamba2's whole layer in one kernel, which would clean no query: transformers goes on where it returns None."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Layers that call the same functions."""
 
     replaced: dict[str, Callable]  # by the name of the layer's own: its stand-in, called with the Call and that one
-    heads: tuple[str, ...]  # attributes of the layer, the first that it has: key heads
-    size: tuple[str, ...]  # key size
+    heads: str  # the attribute of the layer that says how many key heads it has
+    size: str  # and how large they are
     unit: bool  # whether it reads with unit q and k by itself
-
-    def shape(self, layer: nn.Module) -> tuple[int, int]:
-        """Key heads and key size of a layer."""
-        heads, size = (next(getattr(layer, x) for x in names if hasattr(layer, x)) for names in (self.heads, self.size))
-        return heads, size
 
 
 FAMILIES = (
     Family(
         {"torch_chunk_gated_delta_rule": delta_rule, "torch_recurrent_gated_delta_rule": delta_rule},
-        heads=("num_k_heads",),
-        size=("head_k_dim",),
+        heads="num_k_heads",
+        size="head_k_dim",
         unit=True,
+    ),
+    Family(
+        {"chunk_kimi_delta_attention": delta_rule, "recurrent_kimi_delta_attention": delta_rule},
+        heads="num_heads",
+        size="head_dim",
+        unit=True,
+    ),
+    Family(
+        {
+            "mamba2_chunk_scan": scan,
+            "mamba2_selective_state_update": state_update,
+            "mamba2_split_conv1d_scan_combined": nothing,
+        },
+        heads="n_groups",
+        size="ssm_state_size",
+        unit=False,
     ),
 )
 

@@ -24,10 +24,35 @@ COMMON = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
+KIMI = {
+    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "qk_nope_head_dim": 8, "n_group": 1, "linear_head_dim": 8, "linear_num_heads": 2, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+LOUD = {"initializer_range": 0.1}  # else a state space writes next to nothing
+MAMBA = {**LOUD, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 # name: its class, and the options of its config
 FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3_next": ("Qwen3Next", {"num_hidden_layers": 4, **ATTENTION, **DELTA, **EXPERTS}),
-}
+    "qwen3_5": ("Qwen3_5", {"num_hidden_layers": 4, **ATTENTION, **DELTA}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {"num_hidden_layers": 4, **ATTENTION, **DELTA, **EXPERTS}),
+    "olmo_hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, **ATTENTION, **DELTA}),
+    "kimi_linear": ("KimiLinear", KIMI),
+    "mamba2": ("Mamba2", {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8,
+                          "chunk_size": 16}),
+    "bamba": ("Bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], **ATTENTION, **MAMBA}),
+    "zamba2": ("Zamba2", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"],
+                          "num_attention_heads": 2, "n_mamba_heads": 8, **LOUD, "mamba_ngroups": 2, "mamba_d_state": 8,
+                          "chunk_size": 16}),
+    "falcon_h1": ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 64, **ATTENTION, **MAMBA}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {"num_hidden_layers": 3, "num_attention_heads": 2,
+                                              "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                                              "num_local_experts": 0, "shared_intermediate_size": 32, **MAMBA}),
+    "nemotron_h": ("NemotronH", {"layers_block_type": ["mamba", "attention", "mamba", "mlp"], **ATTENTION,
+                                 **LOUD, "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
+                                 "chunk_size": 16}),
+}  # fmt: skip
 
 
 def make(family: str, **options) -> transformers.PreTrainedModel:
