@@ -177,6 +177,18 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return where, {} if Path(where).exists() else on_hub(name)
 
 
+def located(name: str) -> Path:
+    """The folder of a model's files: its own, that of a run, or a snapshot of the Hub's."""
+    where, how = _source(name)
+    if "gguf_file" in how:
+        raise ModelError(f"{name}: expected a folder with safetensors, a run, or a name, got a file in GGUF")
+    if Path(where).is_dir():
+        return Path(where)
+    from ccq.model.convert import folder_of
+
+    return folder_of(where)
+
+
 @functools.cache
 def on_hub(name: str) -> dict[str, Any]:
     """How to get `name` from the Hub: out of the cache where there is no network. ModelError where it is in neither.

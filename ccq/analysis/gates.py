@@ -138,7 +138,10 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
         return None
     from ccq.train.optimizer import pure_decay
 
-    curve = pure_decay(read(config))
+    run = read(config)
+    if run.init is not None:  # its gates began somewhere else
+        return None
+    curve = pure_decay(run)
     return [float(curve[min(step, len(curve) - 1)]) for step in steps]
 
 

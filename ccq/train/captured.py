@@ -56,7 +56,8 @@ class DeviceUpdate:
             self.not_finite.copy_(~finite)
             self.optimizer.found_inf = self.not_finite  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
-            group["lr"], group["capturable"] = (self.lr, True) if self.gpu else (self.lr.item(), False)
+            lr = self.lr if group["scale"] == 1 else self.lr * group["scale"]
+            group["lr"], group["capturable"] = (lr, True) if self.gpu else (lr.item(), False)
         if self.gpu or finite:
             self.optimizer.step()
         self.prepared.refresh()

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("train", (__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/RECIPE)")
+    parser.add_argument(
+        "--init", metavar="MODEL", help="begin with the weights and options of a model: a folder, a run, or a name"
+    )
     options, config = parse(parser, argv)
     from ccq.train.loop import train
 
-    return train(config, options.run_dir or Path("runs") / options.recipe)
+    return train(config, run_dir(options))
+
+
+def run_dir(options: argparse.Namespace) -> Path:
+    return options.run_dir or Path("runs") / options.recipe
 
 
 def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -62,4 +69,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     for field in fields:
         if field.startswith("--system."):
             parser.error(f"{field}: options of how a run runs are called --runtime.{field.removeprefix('--system.')}")
-    return options, tyro.cli(Config, default=RECIPES[name](), args=fields, prog=f"{parser.prog} {options.recipe}")
+    default = RECIPES[name]()
+    if getattr(options, "init", None):
+        from ccq.train.init import begun_from
+
+        default = begun_from(options.init, default, run_dir(options))
+    return options, tyro.cli(Config, default=default, args=fields, prog=f"{parser.prog} {options.recipe}")

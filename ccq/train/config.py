@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import operator
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,19 @@ class Optimizer:
     """of matrices; norms, biases, A_log, dt_bias do not decay, the gate's bias by model.decay_gate_bias"""
     clip: float | None = 1.0
     """the largest norm of the gradient; none: no clipping"""
+    rates: tuple[str, ...] = ()
+    """PATTERN=RATE: another largest rate of the parameters whose name matches; the first that matches counts"""
+
+    def scale(self, name: str) -> float:
+        """Of the learning rate of the parameter with this name."""
+        for pattern, rate in self.patterns():
+            if re.search(pattern, name):
+                return rate / self.lr
+        return 1.0
+
+    def patterns(self) -> list[tuple[str, float]]:
+        pairs = [text.rpartition("=") for text in self.rates]
+        return [(pattern, float(rate)) for pattern, _, rate in pairs]
 
 
 @dataclass
@@ -125,6 +139,10 @@ class Config:
     """of weights and data"""
     dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
     """of the computation; weights are kept in fp32 (fp64 for fp64)"""
+    init: str | None = None
+    """the model whose weights and options the run begins with (folder, run or name); none: random weights"""
+    train: str | None = None
+    """train only parameters whose name matches this, as 'cleaner|q_proj'; none: all"""
     identity: Identity = field(default_factory=Identity)
     """what the run is of; the run fills in what the other fields say"""
 
@@ -166,6 +184,14 @@ class Config:
             raise RunError(f"optimizer.eps: expected more than 0, got {self.optimizer.eps}")
         if self.optimizer.clip is not None and not self.optimizer.clip > 0:
             raise RunError(f"optimizer.clip: expected more than 0, or None for no clipping, got {self.optimizer.clip}")
+        try:
+            patterns = self.optimizer.patterns()
+            for pattern in (self.train or "", *(pattern for pattern, _ in patterns)):
+                re.compile(pattern)
+        except (re.error, ValueError) as error:
+            raise RunError(f"train, optimizer.rates: expected PATTERN and PATTERN=RATE ({error})") from None
+        if patterns and not (self.optimizer.lr > 0 and all(0 <= rate < math.inf for _, rate in patterns)):
+            raise RunError(f"optimizer.rates: expected rates from 0 on and an lr above 0, got {self.optimizer.rates}")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise RunError(f"optimizer.betas: expected at least 0 and below 1, got {self.optimizer.betas}")
 
@@ -259,10 +285,14 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
 
 
+LATER = ("init", "train", "optimizer.rates")  # which older runs have not: unset they change no hash of a run
+
+
 def fixed(config: Config) -> dict[str, Any]:
     """The fields that must not change within a run: its length may where no step depends on it."""
     may_change = (*MAY_CHANGE, *(("steps",) if config.optimizer.schedule == "constant" else ()))
-    return {name: value for name, value in flat(config).items() if not name.startswith(may_change)}
+    found = {name: value for name, value in flat(config).items() if not name.startswith(may_change)}
+    return {name: value for name, value in found.items() if value or name not in LATER}
 
 
 def differences(saved: Config, asked: Config) -> list[str]:

@@ -110,7 +110,7 @@ def other_tokens(given: str | None, before: str | None) -> str:
     return f"the tokens in {given} are not those that the run began with"
 
 
-def note_origin(folder: Path, step: int, say: Callable[[str], None] = print) -> None:
+def note_origin(folder: Path, step: int, say: Callable[[str], None] = print, init: str | None = None) -> None:
     """Say where the run goes on from `step`; it may be another machine, or other code, than it began with."""
     path = folder / PROVENANCE
     kept: list[dict] = []
@@ -119,4 +119,4 @@ def note_origin(folder: Path, step: int, say: Callable[[str], None] = print) -> 
         kept = [part for part in before if part["step"] < step]  # what came after is trained again
     except (RunError, TypeError, KeyError) as damage:  # weights do not hang on it
         say(f"{path} is damaged and begun anew ({first_line(damage)})")
-    write_json(path, [*kept, {"step": step, **provenance()}])
+    write_json(path, [*kept, {"step": step, **provenance(), **({} if init is None else {"init": init})}])

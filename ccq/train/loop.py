@@ -34,7 +34,7 @@ from ccq.train.gpus import peak_flops
 from ccq.train.log import Log
 from ccq.train.monitor import Gates, call, sample, summary, tokenizer_of, validate
 from ccq.train.optimizer import decaying, learning_rate, make_optimizer, pure_decay, scale_, squared_norms
-from ccq.train.parallelize import make_model, parallelize
+from ccq.train.parallelize import freeze, make_model, parallelize
 from ccq.train.world import World, join
 
 
@@ -56,10 +56,11 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         model = make_model(config, world.device)
+        freeze(model, config.train)
         decay = decaying(model)
         self.prepared = parallelize(model, config, world)
         self.model = self.prepared.model
-        self.optimizer = make_optimizer(self.prepared.masters, decay, config.optimizer)
+        self.optimizer = make_optimizer(self.prepared.trained, decay, config.optimizer)
         self.gates = Gates(self.model)
         self.on_device = DeviceStep(self) if world.size == 1 and world.device.type == "cuda" else None
         self.progress = {"step": 0, "skipped": 0, "in_a_row": 0}
@@ -69,7 +70,7 @@ class Trainer:
         masters = self.prepared.masters
         return {
             "model": {name: x.detach() for name, x in masters.items()},
-            "optimizer": {name: dict(self.optimizer.state[x]) for name, x in masters.items()},
+            "optimizer": {name: dict(self.optimizer.state[x]) for name, x in self.prepared.trained.items()},
             "progress": self.progress,
         }
 
@@ -125,7 +126,7 @@ class Trainer:
             if clip is not None and norm > clip:
                 scale_(gradients, clip / norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["scale"]
             self.optimizer.step()
             self.prepared.refresh()
         self.optimizer.zero_grad()
@@ -209,7 +210,8 @@ class Run:
         self.accumulate = accumulation(config, world.size)
         self.trainer = Trainer(config, world)
         cleaners = self.trainer.gates.cleaners
-        self.curve = pure_decay(config) if any(cleaner.has_gate for cleaner in cleaners) else None
+        gated = any(cleaner.has_gate for cleaner in cleaners)
+        self.curve = pure_decay(config) if gated and config.init is None else None
         self.tokenizer = tokenizer_of(run) if config.runtime.sample_every else None
         self.flops = flops_per_token(config)
         self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
@@ -221,10 +223,12 @@ class Run:
         state = trainer.state()
         if load(self.checkpoints.root, state, self.world, self.log.say) is not None:
             trainer.loaded(state)
+        elif config.init is not None:
+            self.begin_from(config.init)
         start = trainer.progress["step"]
         self.log.open(start)
         if self.world.main:
-            folder.note_origin(self.run, start, self.log.say)
+            folder.note_origin(self.run, start, self.log.say, config.init)
         self.log.say(f"resumed at step {start}" if start else self.headline())
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
         pinned = self.world.device.type == "cuda"
@@ -243,12 +247,24 @@ class Run:
         self.log.say(f"finished: {config.steps} steps{skipped}; {folder_of(self.checkpoints.root, config.steps)}")
         return 0
 
+    def begin_from(self, name: str) -> None:
+        from ccq.train.init import fill, other_tokenizer
+
+        fill(name, self.trainer.prepared.masters, self.world, self.log.say)
+        self.trainer.prepared.refresh()
+        if self.world.main and (warning := other_tokenizer(name, self.config)) is not None:
+            self.log.say(warning)
+
     def headline(self) -> str:
         config = self.config
         name = config.model.mixer + (" + CCQ" if config.model.clean else "")
-        parameters = sum(x.numel() for x in self.trainer.prepared.masters.values())
+        parameters, trained = (
+            sum(x.numel() for x in which.values())
+            for which in (self.trainer.prepared.masters, self.trainer.prepared.trained)
+        )
+        some = "" if trained == parameters else f" ({trained:,} of them trained)"
         return (
-            f"{name}: {parameters:,} parameters, {config.dtype} on "
+            f"{name}: {parameters:,} parameters{some}, {config.dtype} on "
             f"{self.world.size} x {self.world.device.type}, {config.data.batch} sequences a step "
             f"({self.accumulate} micro-batches a rank), {config.steps:,} steps"
         )

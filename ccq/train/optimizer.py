@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,15 +32,19 @@ def decaying(model: nn.Module) -> set[str]:
 
 
 def make_optimizer(masters: dict[str, Tensor], decay: set[str], options: Optimizer) -> torch.optim.AdamW:
-    """AdamW over the fp32 weights, with its moments there from the start, so that a checkpoint can fill them."""
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    """AdamW over the fp32 weights, with its moments there from the start, so that a checkpoint can fill them.
+
+    `scale` of a group is that of its learning rate.
+    """
+    groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
     for name, parameter in masters.items():  # a foreach over sharded and whole tensors together is refused by torch
-        groups.setdefault((name in decay, isinstance(parameter, DTensor)), []).append(parameter)
+        kind = (name in decay, options.scale(name), isinstance(parameter, DTensor))
+        groups.setdefault(kind, []).append(parameter)
     fused = next(iter(masters.values())).device.type == "cuda"
     optimizer = torch.optim.AdamW(
         [
-            {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0}
-            for (decays, _), parameters in groups.items()
+            {"params": parameters, "weight_decay": options.weight_decay if decays else 0.0, "scale": scale}
+            for (decays, scale, _), parameters in groups.items()
         ],
         lr=0.0,
         betas=options.betas,
@@ -76,10 +81,12 @@ def pure_decay(config: Config) -> np.ndarray:
 
         b_n = b_0 prod_{i < n} (1 - lr_i weight_decay)          b_0 = logit(gate_init)
 
-    A gate that merely follows this curve has learned nothing.
+    A gate that merely follows this curve has learned nothing. (That of a run that began with another's starts there.)
     """
     start = math.log(config.model.gate_init / (1 - config.model.gate_init))
-    decay = config.optimizer.weight_decay if config.model.decay_gate_bias else 0.0
+    trained = config.train is None or re.search(config.train, GATE_BIAS) is not None
+    decay = config.optimizer.weight_decay * config.optimizer.scale(GATE_BIAS) if trained else 0.0
+    decay = decay if config.model.decay_gate_bias else 0.0
     rates = np.array([learning_rate(step, config) for step in range(config.steps)])
     bias = start * np.concatenate([[1.0], np.cumprod(1 - decay * rates)])
     return 1 / (1 + np.exp(-bias))

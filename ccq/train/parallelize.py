@@ -11,6 +11,7 @@ added up in one call.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import Owner
 from ccq.model import CCQForCausalLM
+from ccq.train import RunError
 from ccq.train.config import Config, model_config
 from ccq.train.world import World
 
@@ -33,6 +35,11 @@ class Prepared:
     masters: dict[str, Tensor]  # what is optimized and saved; gradients are here after a backward
     whole: list[Tensor]  # those of them that every rank has, and whose gradients are still to be added up
     copies: list[tuple[Tensor, Tensor]]  # (computed with, its master), where they are two tensors
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Those of the masters that are not frozen."""
+        return {name: x for name, x in self.masters.items() if x.requires_grad}
 
     def gradients(self) -> list[Tensor]:
         return [x.grad for x in self.masters.values() if x.grad is not None]
@@ -65,6 +72,17 @@ def make_model(config: Config, device: torch.device) -> CCQForCausalLM:
             return CCQForCausalLM(model_config(config.model)).train()
     finally:
         torch.set_default_dtype(before)
+
+
+def freeze(model: nn.Module, pattern: str | None) -> None:
+    """Leave only the parameters whose name matches to train; RunError lists the names where none does."""
+    if pattern is None:
+        return
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(pattern, name) is not None)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name, _ in model.named_parameters())
+        raise RunError(f"train: no name of a parameter matches {pattern!r}. There are: {', '.join(names)}")
 
 
 def parallelize(model: CCQForCausalLM, config: Config, world: World) -> Prepared:
@@ -107,7 +125,7 @@ def shard(model: CCQForCausalLM, config: Config, world: World) -> Prepared:
 
 def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> Prepared:
     """Weights in `dtype` to compute with, masters as they were to optimize, in which gradients are added up."""
-    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
     nn.Module.to(model, dtype)  # transformers wraps its own
     copies: list[tuple[Tensor, Tensor]] = []
     for name, parameter in model.named_parameters():
@@ -115,6 +133,8 @@ def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> 
             masters[name] = parameter
             continue
         copies.append((parameter, masters[name]))
+        if not parameter.requires_grad:
+            continue
 
         def collect(p: Tensor, master: Tensor = masters[name]) -> None:
             assert p.grad is not None

@@ -3,6 +3,7 @@
 All of it runs in one pair of processes, whose results the tests look at.
 """
 
+import dataclasses
 import os
 import re
 import signal
@@ -10,12 +11,16 @@ import signal
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from train_helpers import contents, free_port, log_of, names, small, start
 
 from ccq.data.batches import IGNORE, Steps
 from ccq.train import RunError, loop
 from ccq.train.data import train_source
+from ccq.train.export import export
+from ccq.train.init import fill
 from ccq.train.loop import Trainer, train
 from ccq.train.world import join
 
@@ -52,7 +57,7 @@ def twenty_steps(config, world, accumulate=1, steps=STEPS, change=None):
 
     def note(gradients):
         if not first:
-            for name, x in trainer.prepared.masters.items():
+            for name, x in trainer.prepared.trained.items():
                 first[name] = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad.clone()
         return norms(gradients)
 
@@ -74,6 +79,9 @@ def cases():
     for system in SYSTEMS:
         yield system, small(system, dtype="fp64"), STEPS
     yield "fp32", small("ccq-gla", dtype="fp32"), STEPS
+    frozen = small("ccq-gated-deltanet", dtype="fp64", rates=("gate=1e-2",))
+    yield "frozen", dataclasses.replace(frozen, train="cleaner|q_proj"), 3
+    yield "gates alone", dataclasses.replace(frozen, train="cleaner"), 3
     yield "checkpointed", small("ccq-gated-deltanet", dtype="fp64", activation_checkpointing=True), 3
 
 
@@ -114,12 +122,31 @@ def of_two(out, runs):
             results[name] = twenty_steps(config, world, 2, steps)
         results["wrong"] = twenty_steps(small("gla", dtype="fp64"), world, 2, steps=1, change=wrong_scale)
         results["sharded"] = shapes(world)
+        results["init"] = {source.name: filled(source, world) for source in (out / "model", runs[0])}
         results["bf16"] = twenty_steps(small("ccq-gla", dtype="bf16"), world, steps=1)
         results["codes"] = [
             watched(run, STOPS[1] if world.rank == 1 else None) for run in runs
         ]  # one is told, both stop
         torch.save(results, out / f"rank-{world.rank}.pt")
         lose_a_rank(out, world)
+
+
+def filled(source, world):
+    """All weights that a run begins with, and how many of them this rank read out of safetensors."""
+    request, read = HuggingFaceStorageReader._process_read_request, []
+
+    def count(self, file, item, planner):
+        read.append(item.lengths.numel())
+        return request(self, file, item, planner)
+
+    HuggingFaceStorageReader._process_read_request = count
+    try:
+        trainer = Trainer(small(**RESUME["fp64"], seed=1), world)
+        fill(str(source), trainer.prepared.masters, world, print)
+    finally:
+        HuggingFaceStorageReader._process_read_request = request
+    masters = {name: x.detach() for name, x in trainer.prepared.masters.items()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in masters.items()}, sum(read)
 
 
 def lose_a_rank(out, world):
@@ -154,6 +181,7 @@ def pair(tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
     runs = [out / name for name in RESUME]
     assert [watched(run, STOPS[0]) for run in runs] == [128 + signal.SIGTERM] * 2
+    export(runs[0], out / "model")
     port = free_port()
     processes = [start(of_two, out, runs, rank=r, world=2, port=port, output=out / f"{r}.txt") for r in (0, 1)]
     for rank, process in enumerate(processes):
@@ -179,7 +207,7 @@ def test_ranks_score_different_numbers_of_tokens(pair):
         assert len({a + b for a, b in counts}) > 5
 
 
-@pytest.mark.parametrize("name", [*SYSTEMS, "checkpointed"])
+@pytest.mark.parametrize("name", [*SYSTEMS, "checkpointed", "frozen", "gates alone"])
 def test_two_ranks_compute_what_one_computes(pair, alone, name):
     (first, second), _ = pair
     one = alone[name]
@@ -217,6 +245,17 @@ def test_each_rank_holds_its_half(pair):
     assert 0.4 < a / total < 0.6
     kept = {name.rsplit(".", 1)[1] for name in whole}
     assert kept == {"gate_weight", "gate_bias", "A_log", "dt_bias"}  # what stays in fp32
+
+
+@pytest.mark.parametrize("source", ["model", "fp64"])
+def test_each_rank_reads_its_own_part_of_the_weights_that_a_run_begins_with(pair, source):
+    results, out = pair
+    there = load_file(out / "model" / "model.safetensors")
+    for rank in results:
+        weights, read = rank["init"][source]
+        assert weights.keys() == there.keys()
+        assert all(torch.equal(x, there[name]) for name, x in weights.items())
+        assert source != "model" or 0.4 < read / sum(x.numel() for x in there.values()) < 0.65
 
 
 def test_gradients_of_bf16_layers_are_summed_over_ranks_in_fp32(pair):
