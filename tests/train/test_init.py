@@ -12,7 +12,7 @@ from train_helpers import assert_bit_equal, contents, log_of, small
 
 from ccq import cli
 from ccq.train import RunError
-from ccq.train.config import read
+from ccq.train.config import fixed, read
 from ccq.train.export import export
 from ccq.train.loop import Trainer, train
 from ccq.train.world import join
@@ -168,3 +168,35 @@ def test_parameters_have_their_own_rate():
 def test_a_rate_that_is_none_is_refused(rates):
     with pytest.raises(RunError, match=r"optimizer\.rates"):
         small(rates=rates)
+
+
+def test_gla_is_trained_then_cleaned_then_trained_on(trained, tmp_path):
+    """From the same place: at lam = 0.01 cleaning changes little, and from there its gates are learned."""
+    assert cli.main(["convert", str(trained / "model"), str(tmp_path / "cleaned"), "--clean", "--to", "ccq"]) == 0
+    found = {}
+    for name, init in (("gla", trained / "model"), ("ccq-gla", tmp_path / "cleaned")):
+        options = [
+            "--steps",
+            "6",
+            "--optimizer.warmup",
+            "0",
+            "--optimizer.schedule",
+            "constant",
+            "--runtime.log-every",
+            "1",
+        ]
+        options += ["--data.recall-vocab-size", "64", "--runtime.no-tensorboard", "--runtime.device", "cpu"]
+        assert cli.main(["train", "gla_tiny", "--init", str(init), "--run-dir", str(tmp_path / name), *options]) == 0
+        found[name] = [row for row in log_of(tmp_path / name) if "loss" in row]
+    assert found["ccq-gla"][0]["loss"] == pytest.approx(found["gla"][0]["loss"], rel=1e-3)
+    assert found["ccq-gla"][0]["loss"] != found["gla"][0]["loss"]
+    assert found["ccq-gla"][-1]["loss"] < found["ccq-gla"][0]["loss"]
+    lam = [row["lam"][0] for row in found["ccq-gla"]]
+    assert lam[0] == pytest.approx(0.01, rel=1e-5)
+    assert lam[-1] != pytest.approx(0.01, rel=1e-3)
+
+
+def test_older_runs_keep_their_mark():
+    """It tells whether an export is of a run: options that came later, unset, are no part of it."""
+    assert not {"init", "train", "optimizer.rates"} & fixed(small()).keys()
+    assert {"init", "train"} <= fixed(dataclasses.replace(small(), init="model", train="q")).keys()
