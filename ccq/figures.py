@@ -183,8 +183,12 @@ def of_analysis(result: dict) -> list[Figure]:
     if result["kind"] == "alignment":
         return of_alignment([(f"{name}, keys {point['what']}", point) for point in result["points"].values()])
     if result["kind"] == "margin":
-        tables = [(what, grid(result[key])) for what, key in (("mean less mean", "shift_mean"),
-                                                              ("best less best", "shift_best"))]  # fmt: skip
+        tables = [
+            (f"{what}{step}", grid(result[f"{key}_{measure}"]))
+            for key, step in (("shift", ""), ("projected_shift", ", projected step"))
+            for what, measure in (("mean less mean", "mean"), ("best less best", "best"))
+            if f"{key}_{measure}" in result
+        ]
         panels = [Panel(what, heat(table, result["layers"], digits=3)) for what, table in tables]
         title = f"{name}: change of the needle's margin by cleaning"
         return [Figure("", title, "Red: wider.", panels, columns=2, size=heat_size([table for _, table in tables]))]
@@ -195,6 +199,8 @@ def of_analysis(result: dict) -> list[Figure]:
             Panel(f"lam at {place}", heat(grid(result["lam"][place]), result["layers"], "viridis", 0.0))
             for place in ("text", "retrieval")
         ]
+        if "angle" in result:
+            figures[0].panels.append(Panel("how far q is turned", of_angles(result)))
     if "training" in result:
         panel = Panel(f"{name}: lam over training", of_layers(result["training"]))
         figures.append(Figure("training", panel.title, "", [panel], size=(6, 3.6)))
@@ -346,6 +352,21 @@ def of_gates(groups: Sequence[tuple[str, list[dict]]], places: Sequence[str]) ->
     legend = [(place, *PLACES[place], "o") for place in places]
     return Figure("layers", "How much is cleaned, by layer", caption, [panel(*group) for group in groups], legend,
                   size=(4.0, 2.8))  # fmt: skip
+
+
+def of_angles(result: dict) -> Draw:
+    """The angle between q and q_clean by layer: median and 95%."""
+
+    def draw(axes: Any) -> None:
+        for place in ("text", "retrieval"):
+            colour, dashes = PLACES[place]
+            angle = result["angle"][place]
+            axes.plot(result["layers"], angle["median"], color=colour, ls=dashes, marker="o", ms=3)
+            axes.fill_between(result["layers"], angle["median"], angle["high"], color=colour, alpha=0.15, lw=0)
+        axes.set(xlabel="layer", ylabel="degrees: median, up to 95%", ylim=(0, None))
+        whole(axes)
+
+    return draw
 
 
 def of_layers(training: dict) -> Draw:

@@ -1,4 +1,5 @@
-"""How much does a trained model clean, and when? Mean lam by layer and head, and its course in training.
+"""How much does a trained model clean, and when? Mean lam by layer and head, its course in training, and how far the
+read turns the query: the angle between q and q_clean.
 
     text        ordinary text: a file, or our filler
     filler      the filler of needle prompts
@@ -14,9 +15,10 @@ T tokens, H heads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,23 +41,26 @@ PLACES = ("text", "filler", "needle", "question", "retrieval")
 def measure(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], text: str, bos: bool = False, length: int = 2048
 ) -> dict:
-    """Mean lam of every layer and head in each of PLACES; sigmoid of the gate's bias beside it.
+    """Mean lam of every layer and head in each of PLACES, sigmoid of the gate's bias beside it; and of each layer the
+    median and the 95% quantile of the angle between q and q_clean in degrees, over tokens and heads.
 
     Args:
         text: ordinary text, of which the first `length` tokens are read.
     """
     gates = cleaners(model)
     sums: dict = defaultdict(lambda: defaultdict(float))  # [place][layer]: [H]
+    angles: dict = defaultdict(lambda: defaultdict(list))  # [place][layer]: degrees, one a token and head
     numbers: dict = defaultdict(int)
     places: dict[str, np.ndarray] = {}
 
     def read(read: Read) -> None:
         if read.lam is not None:
-            lam = read.lam.double().cpu().numpy()
+            lam, angle = (x.double().cpu().numpy() for x in (read.lam, read.cleaner.angle[0]))
             for place, mask in places.items():
                 sums[place][read.layer] += lam[mask].sum(0)
+                angles[place][read.layer] += angle[mask].ravel().tolist()
 
-    with watch(model, read=read):
+    with watch(model, read=read), turning(gates):
         for ids, masks in [ordinary(tokenizer, text, bos, length), *(asked(p, tokenizer, bos) for p in prompts)]:
             places = masks
             for place, mask in masks.items():
@@ -66,11 +71,33 @@ def measure(
         "layers": layers,
         "tokens": dict(numbers),
         "lam": {place: [(sums[place][layer] / numbers[place]).tolist() for layer in layers] for place in PLACES},
+        "angle": {
+            place: dict(
+                zip(
+                    ("median", "high"),
+                    np.array([np.quantile(angles[place][layer], (0.5, 0.95)) for layer in layers]).T.round(4).tolist(),
+                    strict=True,
+                )
+            )
+            for place in PLACES
+        },
         "of_bias": [
             torch.sigmoid(gate.gate_bias.detach().double()).tolist() if gate.has_gate else None for gate in gates
         ],
         "gate_init": gates[0].gate_init if gates[0].has_gate else None,
     }
+
+
+@contextlib.contextmanager
+def turning(gates: list) -> Iterator[None]:
+    """Have the cleaners keep by how much they turn each query."""
+    for gate in gates:
+        gate.record_angle = True
+    try:
+        yield
+    finally:
+        for gate in gates:
+            gate.record_angle, gate.angle = False, None
 
 
 def ordinary(tokenizer: Any, text: str, bos: bool, length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -176,4 +203,7 @@ def main(argv: Sequence[str]) -> int:
         for place in PLACES:
             lam = np.array(result["lam"][place])
             print(f"{place:<10} mean lam {lam.mean():.4f}, by layer {' '.join(f'{x:.3f}' for x in lam.mean(1))}")
+        for place in ("text", "retrieval"):
+            median, high = (" ".join(f"{x:.2f}" for x in result["angle"][place][name]) for name in ("median", "high"))
+            print(f"{place:<10} angle between q and q_clean by layer, degrees: median {median}; 95% below {high}")
     return 0

@@ -2,11 +2,13 @@
 
 At the last token of a prompt, for each query head:
 
-    score without    s_j = k_j . q            score with    s_j - lam k_j . Sigma q
+    score without    s_j = k_j . q            score with    s_j - lam k_j . y,  y = Sigma q: the paper's step
+                                              projected     s_j - lam (q . y) / (y . y) k_j . y
     margin           mean of s over the needle minus mean over the distractors; or best minus best
 
 q and k are of unit length, as the cleaning takes them. A model that does not clean, ours or any with softmax
-attention, is measured as if it did, with a lam that is given. Forgetting (decays, the delta rule) and the value side
+attention, is measured as if it did, with a lam that is given. Both steps have the same lam and all keys alike in Sigma,
+whichever the model has. Forgetting (decays, the delta rule) and the value side
 are left out: this is what the read begins with.
 
 T tokens, H query heads, Hk key heads, K head size.
@@ -27,24 +29,27 @@ from ccq.analysis.command import describe, finish, load, make_parser, name_of, p
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
+from ccq.ops.clean.reference import STEPS
 from ccq.ops.precision import unit
 from ccq.report.collect import Collection
 from ccq.report.results import mean
 from ccq.report.table import Block, Table, analysis_row
 
 MEASURES = ("mean", "best", "rank")
+READS = {"with": "scaled", "projected": "projected"}  # what results call a read, and its step
 
 
 def scores(
     q: Float[Tensor, "T H K"], k: Float[Tensor, "T Hk K"], lam: Float[Tensor, " H"], centred: bool = True
-) -> tuple[Float[Tensor, "H T"], Float[Tensor, "H T"]]:
-    """Scores of all keys at the last token, without and with cleaning, in fp64."""
+) -> dict[str, Float[Tensor, "H T"]]:
+    """Scores of all keys at the last token, "without" cleaning and by each of READS, in fp64."""
     qn, kn = unit(q.double()), unit(k.double())
     group = q.shape[1] // k.shape[1]
     y = correction(qn[None], kn[None], centred, "none")[0, -1]  # Sigma_T q_T [H, K]
     keys = kn.repeat_interleave(group, 1)
-    without = torch.einsum("thk,hk->ht", keys, qn[-1])
-    return without, without - lam.double()[:, None] * torch.einsum("thk,hk->ht", keys, y)
+    queries = {"without": qn[-1]}
+    queries |= {name: STEPS[step](qn[-1], y, lam.double()[:, None]) for name, step in READS.items()}
+    return {name: torch.einsum("thk,hk->ht", keys, query) for name, query in queries.items()}
 
 
 def margins(s: Float[Tensor, "H T"], needle: np.ndarray, distractor: np.ndarray) -> dict[str, np.ndarray]:
@@ -80,10 +85,9 @@ def measure(
         used = own if lam is None else torch.full((heads,), float(lam), device=read.q.device)
         assert used is not None
         centred = read.cleaner.centred if read.cleaner is not None else True
-        without, with_cleaning = scores(read.q, read.k, used, centred)
         needle = tokens.groups["novel"] if tokens.groups["novel"].any() else tokens.groups["needle"]
         row = {"lam": used.double().cpu().numpy()}
-        for name, s in (("without", without), ("with", with_cleaning)):
+        for name, s in scores(read.q, read.k, used, centred).items():
             row |= {f"{name} {what}": x for what, x in margins(s, needle, tokens.groups["distractor"]).items()}
         found.setdefault(read.layer, []).append(row)
 
@@ -103,20 +107,15 @@ def measure(
         name: [np.mean([row[name] for row in found[layer]], 0).round(6).tolist() for layer in layers]
         for name in found[layers[0]][0]
     }
-    shift = [np.subtract(a, b) for a, b in zip(table["with mean"], table["without mean"], strict=True)]
-    best = [np.subtract(a, b) for a, b in zip(table["with best"], table["without best"], strict=True)]
-    cells = np.concatenate(shift)
-    return {
-        "layers": layers,
-        "prompts": len(prompts),
-        "own_lam": lam is None,
-        "cells": len(cells),
-        "wider_cells": int((cells > 0).sum()),
-        "wider_cells_best": int((np.concatenate(best) > 0).sum()),
-        "table": table,
-        "shift_mean": [row.round(6).tolist() for row in shift],
-        "shift_best": [row.round(6).tolist() for row in best],
-    }
+    result = {"layers": layers, "prompts": len(prompts), "own_lam": lam is None}
+    for name, prefix in (("with", ""), ("projected", "projected_")):
+        for what, wider in (("mean", "wider_cells"), ("best", "wider_cells_best")):
+            pairs = zip(table[f"{name} {what}"], table[f"without {what}"], strict=True)
+            shift = [np.subtract(a, b) for a, b in pairs]
+            cells = np.concatenate(shift)
+            result |= {"cells": len(cells), f"{prefix}{wider}": int((cells > 0).sum())}
+            result[f"{prefix}shift_{what}"] = [row.round(6).tolist() for row in shift]
+    return result | {"table": table}
 
 
 def own_prompt(text: str, needle: str) -> Prompt:
@@ -147,10 +146,11 @@ def main(argv: Sequence[str]) -> int:
     result = {"kind": "margin", **describe(model, name), "lam": arguments.lam}
     result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
     finish(result, arguments.out)
-    print(
-        f"cleaning widens the mean margin in {result['wider_cells']} of {result['cells']} cells (layer and head), "
-        f"and the best against the best in {result['wider_cells_best']}"
-    )
+    for step, prefix in (("the paper's", ""), ("the projected", "projected_")):
+        print(
+            f"{step} step widens the mean margin in {result[f'{prefix}wider_cells']} of {result['cells']} cells (layer "
+            f"and head), and the best against the best in {result[f'{prefix}wider_cells_best']}"
+        )
     return 0
 
 
@@ -162,8 +162,9 @@ def tables(found: Collection) -> list[Table]:
         table = {name: mean(x for layer in layers for x in layer) for name, layers in content["table"].items()}
         values = [f"{table['lam']:.3f}, {'its own' if content['own_lam'] else 'given'}"]
         for what, digits in (("mean", 3), ("best", 3), ("rank", 1)):
-            both = (f"{table[f'{name} {what}']:.{digits}f}".replace("-", "−") for name in ("without", "with"))
-            values.append(" → ".join(both))
+            told = (f"{table[f'{name} {what}']:.{digits}f}".replace("-", "−") for name in ("without", *READS)
+                    if f"{name} {what}" in table)  # fmt: skip
+            values.append(" → ".join(told))
         values += [f"{content[name]} of {content['cells']}" for name in ("wider_cells", "wider_cells_best")]
         rows.append(analysis_row(source.title, [source], values, f"{content['prompts']} prompts"))
     if not rows:
@@ -172,5 +173,7 @@ def tables(found: Collection) -> list[Table]:
             "heads where the mean margin widens", "the best's"]  # fmt: skip
     notes = ["Scores of unit keys at the last token of needle prompts, without → with cleaning; means over layers and "
              "heads. Rank 1: above all distractors."]  # fmt: skip
+    if any("projected mean" in source.content["table"] for source in found.of("analysis", "margin")):
+        notes.append("A third number: with the projected step, the same lam.")
     title = "Margin of the needle over distractors (not in the paper)"
     return [Table("margin", title, head, [Block("", rows)], notes)]

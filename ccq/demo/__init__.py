@@ -123,7 +123,7 @@ def plan(settings: Settings) -> list[Step]:
 
     made: tuple[str, ...] = ("scores.json", "scores.png", "scores.svg")
     title = "A needle among distractors: one read, constructed"
-    steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed}, made)]
+    steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed, "steps": 2}, made)]
     for system in settings.systems:
         title = f"{label(system)} learns recall: {settings.steps} steps, then a test"
         decides = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}

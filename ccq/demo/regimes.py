@@ -7,8 +7,10 @@ common mean; one key, the needle, is what the query looks for. Only the geometry
     inside    the needle is u1 itself, the query overlaps with u2: cleaning takes more from the needle than from them
     disjoint  the query overlaps with neither: there is nothing to clean
 
-For Sigma = rho u u^T the margin (needle minus a distractor) moves by lam * rho * (b - a) * (u . q), with a and b the
-overlaps of needle and distractor with u: positive, negative and zero in turn.
+The paper's step and the projected one, q - lam (q . y) / (y . y) y with y = Sigma q, are shown beside each other.
+
+For Sigma = rho u u^T the paper's step moves the margin (needle minus a distractor) by lam * rho * (b - a) * (u . q),
+with a and b the overlaps of needle and distractor with u: positive, negative and zero in turn.
 
 R regimes, T stored keys, L values of lam, K key size.
 """
@@ -32,6 +34,8 @@ NEEDLE = 170  # where the needle is stored
 SHARES = (0.7, 0.2)  # of the keys around u1 and u2; the rest point anywhere
 MEAN, NOISE = 0.4, 0.25  # lengths, beside a dominant direction of length 1
 LAM = [i / 20 for i in range(21)]
+STEPS = {"scaled": "the paper's step: q - lam y, y = Sigma q",
+         "projected": "the projected step: q - lam (q . y) / (y . y) y"}  # fmt: skip
 SHOWN = (0.0, 0.25, 0.5, 0.75, 1.0)
 REGIMES = {
     "off": "needle off the dominant directions",
@@ -71,12 +75,12 @@ def make_memory(seed: int) -> Memory:
     return Memory(keys, query)
 
 
-def clean(memory: Memory) -> Result:
+def clean(memory: Memory, step: str = "scaled") -> Result:
     """Run the operator once: regimes are the batch, and query heads with a lam each read one key head."""
     heads = len(LAM)
     q = memory.query[:, None, None].expand(-1, T, heads, -1)
     lam = torch.tensor(LAM).expand(len(REGIMES), T, heads)
-    q_clean, k_bar, state = ccq.clean_query(q, memory.keys[:, :, None], lam, output_final_state=True)
+    q_clean, k_bar, state = ccq.clean_query(q, memory.keys[:, :, None], lam, step=step, output_final_state=True)
     assert state is not None
     scores = torch.einsum("rlk,rtk->rlt", q_clean[:, -1], k_bar[:, :, 0])  # the query of the last position
     needle = scores[:, :, NEEDLE, None]
@@ -89,12 +93,13 @@ def clean(memory: Memory) -> Result:
     )
 
 
-def as_dict(result: Result, seed: int, backend: str) -> dict:
+def as_dict(results: dict[str, Result], seed: int, backend: str) -> dict:
     """What scores.json holds: the same for the same seed, so no dates and no times."""
 
     def numbers(x: Tensor) -> list:
         return [round(v, 6) for v in x.tolist()]
 
+    result, projected = results["scaled"], results["projected"]
     return {
         "ccq": ccq.__version__,
         "seed": seed,
@@ -111,21 +116,22 @@ def as_dict(result: Result, seed: int, backend: str) -> dict:
                 "spectrum": numbers(result.spectrum[r, :8]),
                 "scores_before": numbers(result.scores[r, 0]),
                 "scores_after": numbers(result.scores[r, -1]),
+                "projected": {"margin": numbers(projected.margin[r]), "rank": projected.rank[r].tolist()},
             }
             for r, (name, title) in enumerate(REGIMES.items())
         },
     }
 
 
-def draw(result: Result, folder: Path) -> None:
-    """scores.png and scores.svg: a row a regime, before, after, and the margin against lam."""
+def draw(results: dict[str, Result], folder: Path) -> None:
+    """scores.png and scores.svg: a row a regime, before, after the paper's step, and the margin against lam."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: no display is looked for
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     grey, blue, red = "#9a9a9a", "#0072B2", "#D55E00"  # Okabe and Ito's: told apart by all eyes
     style: dict = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "ccq"}
-    position = torch.arange(1, T + 1)
+    result, position = results["scaled"], torch.arange(1, T + 1)
     others = position != NEEDLE + 1
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.08))
@@ -145,39 +151,43 @@ def draw(result: Result, folder: Path) -> None:
                 axes.set_title(f"{name}: needle ranks {int(result.rank[r, at])} of {T}", fontsize=9)
                 axes.set(xlim=(0, T + 1), ylim=(-1.05, 1.15), ylabel="score k . q_clean")
             curve.axhline(0, color="black", lw=0.8)
-            curve.plot(LAM, result.margin[r], color=blue, lw=1.8)
+            curve.plot(LAM, result.margin[r], color=blue, lw=1.8, label="the paper's step")
+            curve.plot(LAM, results["projected"].margin[r], color=red, lw=1.8, ls="--", label="projected")
             curve.set_title("needle minus best distractor", fontsize=9)
             curve.set(xlim=(0, 1), ylabel="margin")
         for axes, label in zip(
             panels[-1], ("position of the stored key", "position of the stored key", "lam"), strict=True
         ):
             axes.set_xlabel(label)
+        panels[0, 2].legend(frameon=False)
         handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3, frameon=False)
         figure.savefig(folder / "scores.png", dpi=160)
         figure.savefig(folder / "scores.svg", metadata={"Date": None})
 
 
-def show(result: Result, backend: str) -> None:
+def show(results: dict[str, Result], backend: str) -> None:
     """The table, and what may and may not be concluded from it."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(
-        f"{T} unit keys of size {K}, one of them the needle; q_clean = q - lam * Sigma q, read as k . q_clean"
-    )
-    console.print(f"Sigma's largest eigenvalues: {', '.join(f'{v:.3f}' for v in result.spectrum[0, :4].tolist())}")
-    rows = []
-    for lam in SHOWN:
-        pairs = zip(result.margin[:, LAM.index(lam)].tolist(), result.rank[:, LAM.index(lam)].tolist(), strict=True)
-        cells = [f"[{'bold' if rank == 1 else 'dim'}]{margin:+.3f} ({rank})[/]" for margin, rank in pairs]
-        rows.append((f"{lam:g}", *cells))
-    title = "needle minus best distractor (rank of the needle)"
-    tables.show(("lam", *REGIMES.values()), rows, title, left=0)
+    spectrum = results["scaled"].spectrum[0, :4].tolist()
+    console.print(f"{T} unit keys of size {K}, one of them the needle, read as k . q_clean")
+    console.print(f"Sigma's largest eigenvalues: {', '.join(f'{v:.3f}' for v in spectrum)}")
+    for step, result in results.items():
+        rows = []
+        for lam in SHOWN:
+            pairs = zip(result.margin[:, LAM.index(lam)].tolist(), result.rank[:, LAM.index(lam)].tolist(), strict=True)
+            cells = [f"[{'bold' if rank == 1 else 'dim'}]{margin:+.3f} ({rank})[/]" for margin, rank in pairs]
+            rows.append((f"{lam:g}", *cells))
+        title = f"{STEPS[step]}\nneedle minus best distractor (rank of the needle)"
+        tables.show(("lam", *REGIMES.values()), rows, title, left=0)
     console.print(
         "This is a constructed example. It shows the mechanism, and the first column is the regime it is made for. In "
-        "the second cleaning does harm, in the third it does nothing: what it is worth in a model depends on which of "
-        "these the model's keys and queries are in, and that only training and evaluation can tell."
+        "the second cleaning does harm, in the third it moves no key past the needle: what it is worth in a model "
+        "depends on which of these the model's keys and queries are in, and that only training and evaluation can "
+        "tell. A lam of the projected step is a share of what q has along Sigma q, so the same lam takes more away; in "
+        "the third regime it mostly shortens q, which the norm behind a model's memory takes out again."
     )
     status = ccq.backends("cpu", torch.float32)
     console.print(f"Ran on the CPU in float32 with backend {backend!r} ({status[backend].why}).")
@@ -189,8 +199,9 @@ def show(result: Result, backend: str) -> None:
 def write(out: Path, seed: int) -> None:
     """OUT/scores.json, .png and .svg, and the table on the screen."""
     backend = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
-    result = clean(make_memory(seed))
+    memory = make_memory(seed)
+    results = {step: clean(memory, step) for step in STEPS}
     out.mkdir(parents=True, exist_ok=True)
-    draw(result, out)
-    (out / "scores.json").write_text(json.dumps(as_dict(result, seed, backend), indent=1) + "\n")
-    show(result, backend)
+    draw(results, out)
+    (out / "scores.json").write_text(json.dumps(as_dict(results, seed, backend), indent=1) + "\n")
+    show(results, backend)

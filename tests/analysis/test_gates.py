@@ -10,7 +10,9 @@ import pytest
 import torch
 from helpers import pack
 
+from ccq import figures
 from ccq.analysis import gates
+from ccq.analysis.capture import run, watch
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import filler, make_prompts, tokenize
 from ccq.model import CCQConfig, CCQForCausalLM
@@ -59,6 +61,43 @@ def test_lam_is_averaged_over_the_tokens_of_each_place(tokenizer, system):
         assert found["lam"]["needle"][layer] == pytest.approx(needle.tolist(), abs=1e-6)
     assert found["tokens"]["retrieval"] == len(answer)
     assert found["tokens"]["question"] == tokenize(prompt, tokenizer).question.sum() - 1
+
+
+def constant_keys(tokenizer, **changes):
+    """A model whose tokens have one embedding, so that the first layer has one query and one key of each head."""
+    model = make(tokenizer, "gla-projected", **changes)
+    weight = model.model.embed_tokens.weight
+    weight.data = weight.data[:1].expand_as(weight).clone()
+    return model
+
+
+def test_where_all_keys_are_equal_nothing_is_turned(tokenizer):
+    found = gates.measure(constant_keys(tokenizer), tokenizer, make_prompts(3, 8)[:1], "The cat had a bone")
+    for place in gates.PLACES:
+        assert found["angle"][place]["median"][0] <= found["angle"][place]["high"][0] < 0.05  # what rounding leaves
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.3])
+def test_the_angle_is_that_of_the_closed_form(tokenizer, lam):
+    """Uncentred, Sigma of equal keys is k k^T: the projected step takes lam of (q.k) k. Then q_clean has (1 - lam) c
+    along k and sqrt(1 - c^2) across it, c = q.k; at lam = 1 the cosine of the angle is sqrt(1 - c^2)."""
+    model = constant_keys(tokenizer, fixed_lam=lam, centred=False)
+    seen = []
+    with watch(model, read=lambda r: seen.append((r.q, r.k)) if r.layer == 0 else None):
+        run(model, [1, 2])
+    q, k = (torch.nn.functional.normalize(x[0].double(), dim=-1) for x in seen[0])  # [H, K]
+    c = (q * k).sum(-1)
+    angle = torch.rad2deg((torch.atan2((1 - c**2).sqrt(), c) - torch.atan2((1 - c**2).sqrt(), (1 - lam) * c)).abs())
+    if lam == 1:
+        torch.testing.assert_close(angle, torch.rad2deg(torch.acos((1 - c**2).sqrt())))
+    found = gates.measure(model, tokenizer, make_prompts(3, 8)[:1], "The cat had a bone")
+    for place in gates.PLACES:  # the same at every token; two heads
+        got = [found["angle"][place][name][0] for name in ("median", "high")]
+        every = np.repeat(angle.numpy(), found["tokens"][place])
+        assert got == pytest.approx(np.quantile(every, (0.5, 0.95)).tolist(), abs=0.02)
+    assert model.model.layers[0].mixer.cleaner.record_angle is False
+    figure, *_ = figures.of_analysis(found | {"kind": "gate", "model": {"name": "x"}})
+    assert figure.panels[-1].title == "how far q is turned"
 
 
 def test_a_model_with_a_fixed_lam_has_no_bias(tokenizer):

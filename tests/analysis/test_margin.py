@@ -37,7 +37,8 @@ def memory(alpha: float) -> tuple[torch.Tensor, float, float]:
 def test_scores_and_margin_are_those_of_the_equation(alpha, lam):
     k, rho_u, rho_w = memory(alpha)
     q = (0.6 * U + 0.5 * W + 0.2 * V) / math.sqrt(0.65)
-    without, cleaned = scores(q.expand(len(k), 2, K), k, torch.tensor([lam, lam / 2]))
+    found = scores(q.expand(len(k), 2, K), k, torch.tensor([lam, lam / 2]))
+    without, cleaned, projected = (found[name] for name in ("without", "with", "projected"))
     uq, wq = float(U @ q), float(W @ q)
     gamma = math.sqrt(1 - alpha**2)
     needle, distractor = alpha * uq + gamma * wq, uq
@@ -47,6 +48,10 @@ def test_scores_and_margin_are_those_of_the_equation(alpha, lam):
         shift = value * (rho_u * (1 - alpha) * uq - rho_w * gamma * wq)
         got = (cleaned[head, 0] - cleaned[head, 4]) - (without[head, 0] - without[head, 4])
         assert got.item() == pytest.approx(shift, abs=1e-5)
+        # y = rho_u (u.q) u + rho_w (w.q) w, of which the projected step takes (q.y) / (y.y)
+        along = (rho_u * uq**2 + rho_w * wq**2) / (rho_u**2 * uq**2 + rho_w**2 * wq**2)
+        got = (projected[head, 0] - projected[head, 4]) - (without[head, 0] - without[head, 4])
+        assert got.item() == pytest.approx(along * shift, abs=1e-5)
 
 
 def test_the_papers_three_regimes():
@@ -55,14 +60,16 @@ def test_the_papers_three_regimes():
 
     def shift(alpha, q):
         k, *_ = memory(alpha)
-        without, cleaned = scores(q.expand(len(k), 1, K), k, one)
+        found = scores(q.expand(len(k), 1, K), k, one)
+        without, cleaned = found["without"], found["with"]
         return ((cleaned[0, 0] - cleaned[0, 4]) - (without[0, 0] - without[0, 4])).item()
 
     assert shift(0.3, U) > 0.5
     assert shift(1.0, U) == pytest.approx(0, abs=1e-6)
     assert shift(0.3, V) == pytest.approx(0, abs=1e-6)
     k, *_ = memory(0.0)  # the roles exchanged: what lies along u is now the needle
-    without, cleaned = scores(U.expand(len(k), 1, K), k, one)
+    found = scores(U.expand(len(k), 1, K), k, one)
+    without, cleaned = found["without"], found["with"]
     assert ((cleaned[0, 4] - cleaned[0, 0]) - (without[0, 4] - without[0, 0])).item() < -0.5
 
 
@@ -81,10 +88,11 @@ def make(tokenizer, system, **changes):
     return CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", **settings)).eval()
 
 
-@pytest.mark.parametrize("system", ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2"])
+@pytest.mark.parametrize("system", ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2", "gla-projected"])
 def test_what_the_model_reads_with_is_what_is_scored(tokenizer, system):
     """k_bar . q_clean of the cleaner itself."""
     model = make(tokenizer, system)
+    name = "projected" if "projected" in system else "with"
     prompt = make_prompts(3, 8)[0]
     ids = tokenizer(prompt.text)["input_ids"]
     kept, seen = {}, {}
@@ -92,7 +100,7 @@ def test_what_the_model_reads_with_is_what_is_scored(tokenizer, system):
         layer.mixer.cleaner.register_forward_hook(
             lambda cleaner, args, out, i=layer.mixer.layer: kept.update({i: (out[0][0, -1], out[1][0])})
         )
-    with watch(model, read=lambda r: seen.update({r.layer: scores(r.q, r.k, r.lam[-1])[1]})):
+    with watch(model, read=lambda r: seen.update({r.layer: scores(r.q, r.k, r.lam[-1])[name]})):
         run(model, ids)
     for layer, (q_clean, k_bar) in kept.items():
         expected = torch.einsum("thk,hk->ht", k_bar, q_clean).double()
@@ -107,8 +115,12 @@ def test_a_model_without_cleaning_needs_a_lam(tokenizer):
             margin.measure(model, tokenizer, prompts)
         found = margin.measure(model, tokenizer, prompts, lam=0.0)
         assert np.abs(np.concatenate(found["shift_mean"])).max() == 0
+        assert np.abs(np.concatenate(found["projected_shift_best"])).max() == 0
         found = margin.measure(model, tokenizer, prompts, lam=1.0)
-        assert np.abs(np.concatenate(found["shift_mean"])).max() > 0
+        for prefix in ("", "projected_"):
+            shift = np.concatenate(found[f"{prefix}shift_mean"])
+            assert np.abs(shift).max() > 0
+            assert found[f"{prefix}wider_cells"] == (shift > 0).sum()
         assert found["cells"] == 2 * heads
 
 

@@ -13,15 +13,17 @@ OFF, INSIDE, DISJOINT = range(3)
 BACKEND = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
 
 
-def closed_form(memory: demo.Memory) -> tuple[torch.Tensor, torch.Tensor]:
+def closed_form(memory: demo.Memory, step: str = "scaled") -> tuple[torch.Tensor, torch.Tensor]:
     """Margins and ranks from Sigma written out in fp64, with no operator in between: [regimes, lam]."""
     k, q = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (memory.keys, memory.query))
     margins, ranks = [], []
     for keys, query in zip(k, q, strict=True):
         centred = keys - keys.mean(0)
         sigma = centred.T @ centred / len(keys)
+        y = sigma @ query
+        along = 1 if step == "scaled" else (query @ y) / (y @ y)
         for lam in demo.LAM:
-            scores = keys @ (query - lam * (sigma @ query))
+            scores = keys @ (query - lam * along * y)
             others = torch.cat([scores[: demo.NEEDLE], scores[demo.NEEDLE + 1 :]])
             margins.append(scores[demo.NEEDLE] - others.max())
             ranks.append(1 + (others > scores[demo.NEEDLE]).sum())
@@ -29,12 +31,13 @@ def closed_form(memory: demo.Memory) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(margins).view(shape), torch.stack(ranks).view(shape)
 
 
+@pytest.mark.parametrize("step", demo.STEPS)
 @pytest.mark.parametrize("seed", range(5))
-def test_margins_equal_the_closed_form(seed):
+def test_margins_equal_the_closed_form(seed, step):
     memory = demo.make_memory(seed)
-    result = demo.clean(memory)
-    margin, rank = closed_form(memory)
-    torch.testing.assert_close(result.margin.double(), margin, rtol=0, atol=2e-6)
+    result = demo.clean(memory, step)
+    margin, rank = closed_form(memory, step)
+    torch.testing.assert_close(result.margin.double(), margin, rtol=0, atol=2e-6 if step == "scaled" else 1e-5)
     assert torch.equal(result.rank, rank)
 
 
@@ -82,11 +85,14 @@ def test_json_holds_the_closed_form(run):
     for r, regime in enumerate(parts["regimes"].values()):
         assert regime["margin"] == pytest.approx(margin[r].tolist(), abs=3e-6)
         assert regime["rank"] == rank[r].tolist()
+        margin_projected, rank_projected = (x[r].tolist() for x in closed_form(demo.make_memory(3), "projected"))
+        assert regime["projected"]["margin"] == pytest.approx(margin_projected, abs=1e-5)
+        assert regime["projected"]["rank"] == rank_projected
         assert len(regime["scores_before"]) == len(regime["scores_after"]) == parts["tokens"]
 
 
 def test_same_seed_same_json(run):
-    again = demo.as_dict(demo.clean(demo.make_memory(3)), 3, BACKEND)
+    again = demo.as_dict({step: demo.clean(demo.make_memory(3), step) for step in demo.STEPS}, 3, BACKEND)
     assert json.loads((run[0] / "scores.json").read_text()) == again
 
 
@@ -96,3 +102,4 @@ def test_text_is_honest_and_names_the_backend(run):
     assert "cleaning does harm" in text
     assert f"backend {BACKEND!r}" in text
     assert "needle off the" in text
+    assert text.index("the paper's step: q - lam y") < text.index("the projected step: q - lam (q . y) / (y . y) y")
