@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from ccq.data.mqar import TEST
+from ccq.data.mad import EPOCHS, SAMPLES, TEST_SAMPLES
+from ccq.data.mqar import OVERWRITTEN_TEST, OVERWRITTEN_TRAIN, TEST, UPDATES
 from ccq.systems import SYSTEMS, Identity, recipe_name
 from ccq.train.config import Config, Data, Optimizer, Runtime, preset
 
@@ -66,6 +67,29 @@ def zoology(system: str, size: str) -> Config:
     )
 
 
+def overwritten(system: str) -> Config:
+    """zoology's forgetting variant; MQAR otherwise."""
+    config = zoology(system, "mqar-overwrite")
+    config.data.updates, config.data.slices = UPDATES, tuple((*s,) for s in OVERWRITTEN_TRAIN)
+    config.data.valid_slices = tuple((s.length, s.pairs, 256) for s in OVERWRITTEN_TEST)
+    return config
+
+
+def mad(system: str, size: str) -> Config:
+    """MAD's baseline of a task; the rate and the decay are its defaults, see `ccq sweep mad`."""
+    motif, noise = {"mad-noisy": (1, 0.2), "mad-fuzzy": (3, 0.0)}[size]
+    kinds = [((128, motif, samples),) for samples in (SAMPLES, TEST_SAMPLES)]
+    batch = 128
+    return Config(
+        model=preset(f"{system}-{size}"),
+        data=Data(source="mad", batch=batch, slices=kinds[0], valid_slices=kinds[1], noise=noise),
+        optimizer=Optimizer(lr=5e-4, warmup=0, betas=(0.9, 0.999), weight_decay=0.0, clip=None),
+        runtime=Runtime(micro_batch=batch, validate_every=1000),
+        steps=EPOCHS * SAMPLES // batch,
+        dtype="bf16",
+    )
+
+
 def tiny(system: str) -> Config:
     return Config(
         model=preset(f"{system}-tiny"),
@@ -90,6 +114,8 @@ TRAINED: dict[str, Callable[[str], Config]] = {
     "nano": nano,
     "pico": pico,
     **{size: functools.partial(zoology, size=size) for size in ("mqar", "mqar64", "mqar256")},
+    "mqar-overwrite": overwritten,
+    **{size: functools.partial(mad, size=size) for size in ("mad-noisy", "mad-fuzzy")},
     "tiny": tiny,
 }
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# the largest first, with what `ccq train --help` says of its recipes; the three of recall are zoology's
+# the largest first, with what `ccq train --help` says of its recipes; mqar are zoology's recall
 SIZES = {
     "1.3b": "the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path",
     "500m": "the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path",
@@ -25,7 +25,10 @@ SIZES = {
     "pico": "a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path",
     "mqar256": "recall at zoology's settings, width 256, 2,000 steps",
     "mqar": "the same at width 128; the learning rate decides much: see `ccq sweep`",
-    "mqar64": "the same at width 64",
+    "mqar-overwrite": "the same, with keys that get another value: zoology's forgetting variant",
+    "mqar64": "mqar at width 64",
+    "mad-noisy": "MAD's in-context recall with noise, width 128, 20,000 steps; see `ccq sweep mad`",
+    "mad-fuzzy": "the same with keys and values of 1 to 3 tokens instead of noise",
     "tiny": "recall in minutes on a laptop: no data, no GPU",
 }  # fmt: skip
 

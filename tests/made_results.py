@@ -18,7 +18,7 @@ from ccq.evaluate import harness, longbench
 from ccq.evaluate.results import write_rows
 from ccq.evaluate.statistics import average, summary
 from ccq.files import write_json
-from ccq.systems import OFF, SIZES, UNCHANGED, Identity
+from ccq.systems import OFF, SIZES, UNCHANGED, Identity, recipe_name
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "results"
 SYSTEMS = ("transformer", "gla", "gla-unit", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
@@ -214,9 +214,9 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
 
     from ccq.recipes import recipe
     from ccq.train.config import identified
-    from ccq.train.recall_result import test_scores
+    from ccq.train.recall_result import scores_of
 
-    config = recipe(f"{row}_{size}")
+    config = recipe(recipe_name(row, size))
     config.seed, config.steps = seed, steps
     rng = np.random.default_rng([seed, repeat, len(row)])
     quality = RECALL[row] - {1e-3: 0.2, 3.16e-3: 0.0, 1e-2: 0.1}[lr] + 0.01 * seed * (-1 if "ccq" in row else 1)
@@ -230,7 +230,7 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
         "lr": lr, "seed": seed, "repeat": repeat, "steps": steps, "tokens": 256 * 128 * steps, "skipped": 0,
         "parameters": {"body": 100_000, "embeddings": 1_048_576}, "state_bytes": 8192 + 4096 * bool(gate),
         "covariance_bytes": 4096 * bool(gate), "model": dataclasses.asdict(config.model),
-        "valid": {"accuracy": quality, "slices": []}, "test": test_scores(SLICES, right),
+        "valid": {"accuracy": quality, "slices": []}, "test": scores_of(SLICES, right),
         "curve": {"step": ends, "loss": [5.0, 3.0, 2.0, 1.0], "valid_step": [0, *ends],
                   "valid_accuracy": [0.0, *(quality * (n + 1) / 4 for n in range(4))], "valid_by_slice": []},
         "gate": gate, "commit": "1" * 40, "dirty": False, "date": "2026-11-14",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ccq import cli
+from ccq.train.sweep import READS, TASKS
 
 RUNS = Path(__file__).parent.parent / "runs"
 SCRIPTS = sorted(RUNS.glob("*.sh"))
@@ -21,6 +22,7 @@ STUBS = ("ccq", "torchrun", "python", "python3", "cp", "make", "git")
 ARGUMENTS = {  # else DATA OUT
     "nano_row.sh": ["ccq_gla_conv", "0", "data/needles", "out"],
     "study_row.sh": ["ccq_gla", "0", "data", "out"],
+    "recall_study.sh": ["out"],
 }
 STUB = """#!{python}
 import json, os, sys
@@ -132,6 +134,17 @@ def test_the_paper_is_reproduced_with_its_systems_and_scales(tmp_path):
     assert len(evaluated) == 18
     assert all("lm,niah,length,longbench" in words for words in evaluated)
     assert commands[-1][0] == "report"
+
+
+@needs_bash
+def test_the_recall_of_the_study_is_of_its_rows_and_tasks(tmp_path):
+    commands = commands_of(RUNS / "recall_study.sh", tmp_path)
+    told = [(words[1], words[words.index("--size") + 1] if "--size" in words else words[1]) for words in commands]
+    expected = [*[("mad", "mad")] * 4, ("mad", "mad-fuzzy"), *(("mqar", size) for size in TASKS["mqar"].sizes)]
+    assert sorted(told[::2]) == sorted(told[1::2]) == sorted(expected)  # each in both tiers
+    for words in commands:
+        assert tuple(words[words.index("--rows") + 1].split(",")) == READS
+        assert "model.conv_size=4" in words
 
 
 @needs_bash

@@ -42,8 +42,11 @@ def test_what_a_system_names_is_there():
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_options_tell_system_and_size(system):
+    twins = {"mqar-overwrite": "mqar", "mad-fuzzy": "mad-noisy"}  # the same model, trained on something else
     for size in SIZES:
-        assert recognise(CCQConfig.preset(f"{system}-{size}").to_dict()) == (system, size, "")
+        options = CCQConfig.preset(f"{system}-{size}").to_dict()
+        assert recognise(options) == (system, twins.get(size, size), "")
+        assert recognise(options, system, size) == (system, size, "")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,19 @@ from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 VOCABULARY, SAMPLES = 8192, 1000  # zoology's
 
 
-def as_trained(options: Any, config: Any) -> Any:
-    """The options with vocabulary and slices of what the model was trained on, where they name none."""
+def as_trained(options: Any, config: Any, source: str = "mqar") -> Any:
+    """The options with the settings of what the model was trained on, where they name none."""
     told = getattr(config, "recall", None)
     if told is None:
         return options
-    slices = tuple((length, pairs, SAMPLES) for length, pairs in told["slices"])
-    vocabulary = options.recall_vocab_size or told["vocab_size"]
-    return options.but(slices=options.slices or slices, recall_vocab_size=vocabulary)
+    theirs = told.get("source", "mqar")
+    if theirs != source and options.slices is None:
+        raise EvaluationError(f"the model was trained on {theirs}: ask --suite {theirs}, or name --slices")
+    if theirs != source:
+        return options
+    given = {"slices": tuple((*kind, SAMPLES) for kind in told["slices"]), "recall_vocab_size": told["vocab_size"]}
+    given |= {name: told[name] for name in ("updates", "noise") if name in told}
+    return options.but(**{name: value for name, value in given.items() if getattr(options, name) is None})
 
 
 def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
@@ -39,31 +45,41 @@ def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
     return slices
 
 
-def build(options, tokenizer) -> RequestSet:
-    from ccq.data.mqar import MQAR, TEST, Slice
+def build(options: Any, tokenizer: Any) -> RequestSet:
+    from ccq.data.mqar import MQAR, OVERWRITTEN_TEST, TEST
 
-    all_slices = TEST if options.slices is None else [Slice(*part) for part in options.slices]
+    updates = options.updates or 0
+    usual = OVERWRITTEN_TEST if updates else TEST
+    return asked_of(options, MQAR, usual, VOCABULARY, {"updates": updates} if updates else {})
+
+
+def asked_of(options: Any, kind: Any, usual: Sequence, vocabulary: int, more: dict[str, Any]) -> RequestSet:
+    """The test samples of a recall task, the slices `usual` unless others are named; `more` are its own settings."""
+    from ccq.data.recall import Slice
+
+    all_slices = usual if options.slices is None else [Slice(*part) for part in options.slices]
     slices = [part for part in all_slices if options.lengths is None or part.length in options.lengths]
+    name = kind.name
     if not slices:
         known = sorted({part.length for part in all_slices})
-        raise EvaluationError(f"--lengths: MQAR has test slices of {known} tokens, got {list(options.lengths)}")
+        raise EvaluationError(f"--lengths: {name} has test slices of {known} tokens, got {list(options.lengths)}")
+    size = options.recall_vocab_size or vocabulary
     try:
-        task = MQAR(slices=slices, split="test", seed=options.seed, vocab_size=options.recall_vocab_size or VOCABULARY)
-        task.of(0, np.arange(1))
+        task = kind(slices=slices, split="test", seed=options.seed, vocab_size=size, **more)
     except ValueError as error:
         raise EvaluationError(f"--slices, --recall-vocab-size: {error}") from error
     builder, names = Builder(), []
     for number, part in enumerate(task.slices):
         count = part.samples if options.limit is None else min(part.samples, options.limit)
         batch = task.of(number, np.arange(count))
-        names.append({"length": part.length, "pairs": part.pairs, "samples": count})
+        names.append({"length": part.length, kind.second: part.pairs, "samples": count})
         for index, (inputs, labels) in enumerate(zip(batch.input_ids.numpy(), batch.labels.numpy(), strict=True)):
             asked = np.flatnonzero(labels >= 0)
             meta = {"answers": labels[asked].tolist()}
             builder.add(
                 f"{part.length}-{part.pairs}/{index}", "argmax", inputs, positions=tuple(asked.tolist()), meta=meta
             )
-    return builder.done("mqar", {"slices": names, "seed": options.seed, "vocabulary": task.vocab_size})
+    return builder.done(name, {"slices": names, "seed": options.seed, "vocabulary": task.vocab_size, **more})
 
 
 def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
@@ -82,6 +98,9 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     return rows, scores
 
 
+SLICES = Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
+SIZE = Option("recall_vocab_size", "of the samples (default: the model's own, else as published)", positive)
+
 SUITE = Suite(
     name="mqar",
     help="multi-query associative recall, zoology's test slices",
@@ -89,8 +108,9 @@ SUITE = Suite(
     metrics=metrics,
     options=(
         lengths_option("all"),
-        Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices),
-        Option("recall_vocab_size", f"of the samples (default: the model's own, else {VOCABULARY})", positive),
+        SLICES,
+        SIZE,
+        Option("updates", "keys that get another value (default: the model's own, else 0)", int),
         SEED,
     ),
     text=False,

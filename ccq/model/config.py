@@ -93,7 +93,7 @@ class CCQConfig(PretrainedConfig):
 
     identity: dict | None = None  # what was trained, as ccq.systems.Identity
     recall: dict | None = (
-        None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs, ...]]}
+        None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs], ...], ...}
     )
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -219,7 +219,11 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
              "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
 }  # fmt: skip
-_WIDTHS = {"mqar256": 256, "mqar": 128, "mqar64": 64}  # of zoology's recall models
+# of MAD: two blocks of mixer and SwiGLU; Mamba2, which has no MLP, twice the mixers
+_MAD = {"layers": (2, 2, 4), "hidden_size": 128, "intermediate_size": 352, "num_heads": 1, "key_size": 128,
+        "value_size": 128, "state_size": 64, "head_size": 64}  # fmt: skip
+_SHAPES |= {"mad-noisy": _MAD | {"vocab_size": 32}, "mad-fuzzy": _MAD | {"vocab_size": 16}}
+_WIDTHS = {"mqar256": 256, "mqar": 128, "mqar-overwrite": 128, "mqar64": 64}  # of zoology's recall models
 
 
 def presets() -> tuple[str, ...]:

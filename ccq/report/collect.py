@@ -325,10 +325,10 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         return Source("eval", content["suite"], file, content, identity_of(file, content, found), origins=origins)
     if content.get("kind") in ANALYSES:
         return Source("analysis", content["kind"], file, content, identity_of(file, content, found))
-    if content.get("kind") == "mqar_sweep":
+    if content.get("kind") in ("mqar_sweep", "mad_sweep"):
         if missing := len(content["missing"]):
             found.unfinished.append(f"{file.name}: {missing} run{' is' if missing == 1 else 's are'} missing.")
-        return Source("sweep", "mqar", file, content, origins=[content["provenance"]])
+        return Source("sweep", content["kind"].removesuffix("_sweep"), file, content, origins=[content["provenance"]])
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
     kinds = {kind: keys for kind, keys in BENCHES.items() if isinstance(content.get("rows"), list) and content["rows"]}

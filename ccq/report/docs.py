@@ -22,7 +22,7 @@ WHOLE = "results"
 PLACE = re.compile(r"(<!-- ccq report: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /ccq report -->)", re.DOTALL)
 # tables that the page has only where there are results for them
 OPTIONAL = ("runs", "repeats", "op", "lengths", "decode-op", "evaluation", "goals", "gap", "control", "margin",
-            "intervene", "recall", "mqar", "mqar-slices")  # fmt: skip
+            "intervene", "recall", "mad", "mqar", "mqar-slices")  # fmt: skip
 
 
 class DocsError(ValueError):

@@ -84,9 +84,9 @@ def drawn(part: dict) -> np.ndarray:
     right, times = np.array(part["histogram"], dtype=np.int64).T
     count = times.sum()
     # a stream of its own for each slice: they are other samples, and must not go up and down together
-    rng = np.random.default_rng([part.get("length", 0), part["pairs"]])
+    rng = np.random.default_rng([part.get("length", 0), part.get("pairs", 0)])
     counts = rng.multinomial(count, times / count, size=DRAWS)
-    return 100 * (counts @ right) / (count * part["pairs"])
+    return 100 * (counts @ right) / (part["pairs"] * count if "pairs" in part else part["asked"])
 
 
 def row_of(identity: Identity, size: str | None = None) -> Identity:
@@ -129,22 +129,43 @@ def validation(run: Source) -> float | None:
     return run.last("valid_accuracy")
 
 
+# recall tasks that are not MQAR as zoology's paper has it, by the size of their recipes
+TASKS = {"mqar-overwrite": "MQAR with overwritten keys", "mad-noisy": "MAD, noisy", "mad-fuzzy": "MAD, fuzzy"}
+
+
+def slice_name(part: dict) -> str:
+    """
+    >>> slice_name({"length": 64, "pairs": 4}), slice_name({"length": 128, "motif": 3})
+    ('64-4', '128 tokens, keys of at most 3')
+    """
+    return (
+        f"{part['length']}-{part['pairs']}"
+        if "pairs" in part
+        else (f"{part['length']} tokens, keys of at most {part['motif']}")
+    )
+
+
 def of_sweeps(found: Collection) -> Iterator[Record]:
     """Test accuracy of each run of `ccq sweep`, of a slice and the mean over all of them."""
     seen = set()
     made = []
     for file in sorted(found.of("sweep"), key=lambda s: s.when, reverse=True):  # the newest first
+        decays = file.content.get("chosen_decay", {})
         for run in file.content["runs"]:
+            if run.get("decay") != decays.get(run["row"]):  # of MAD's grid: the rate is chosen among those of one decay
+                continue
             identity = Identity(**run["identity"])
             width, steps = run["model"]["hidden_size"], run["steps"]
-            row = row_of(identity, f"width {width}, {steps:,} steps")
+            told = f"width {width}, {steps:,} steps"
+            task = TASKS.get(run.get("size", ""))
+            row = row_of(identity, f"{task}, {told}" if task else told)
             name = (row, run["lr"], identity.seed, identity.repeat)
             if name not in seen:  # else it is the same run in a file that was made again
                 seen.add(name)
                 source = replace(file, content=run | {"tier": file.content["tier"]}, identity=identity)
-                made.append(((width, steps, row.order, identity.seed, identity.repeat), row, source))
+                made.append(((task or "", width, steps, row.order, identity.seed, identity.repeat), row, source))
     for _, row, source in sorted(made, key=lambda item: item[0]):
-        slices = {f"{part['length']}-{part['pairs']}": part for part in source.content["test"]["slices"]}
+        slices = {slice_name(part): part for part in source.content["test"]["slices"]}
         parts = [("average", tuple(slices.values())), *((name, (part,)) for name, part in slices.items())]
         for setting, of in parts:
             value = 100 * mean(part["accuracy"] for part in of)

@@ -269,7 +269,7 @@ def spread_rows(values: dict[str, list[float]]) -> list[Row]:
 
 
 def title_of(size: str) -> str:
-    return size.capitalize() if size.startswith("width") else f"Here, {scale_label(size) or 'size unknown'}"
+    return size[:1].upper() + size[1:] if "width" in size else f"Here, {scale_label(size) or 'size unknown'}"
 
 
 # -- what was run, and what it says ------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def model_config(options: Any) -> CCQConfig:
 
 @dataclass
 class Data:
-    source: Literal["tokens", "mqar"] = "tokens"
-    """tokens: shards made by `ccq data prepare`; mqar: recall samples made on the fly"""
+    source: Literal["tokens", "mqar", "mad"] = "tokens"
+    """tokens: shards made by `ccq data prepare`; mqar, mad: recall samples made on the fly"""
     path: str | None = None
     """folder of the shards (tokens)"""
     valid_path: str | None = None
@@ -51,11 +51,15 @@ class Data:
     reset: bool = False
     """start the state anew at each document of a window (tokens)"""
     slices: tuple[tuple[int, int, int], ...] = tuple((s.length, s.pairs, s.samples) for s in TRAIN)
-    """length, pairs, samples of each kind of recall sample (mqar); zoology's by default"""
+    """length, pairs (mad: tokens of the longest key), samples of each kind of recall sample; zoology's by default"""
     recall_vocab_size: int | None = None
-    """of the recall samples (mqar); none: the model's"""
+    """of the recall samples; none: the model's"""
     valid_slices: tuple[tuple[int, int, int], ...] = ()
-    """the same for validation (mqar); none: no validation"""
+    """the same for validation; none: no validation"""
+    updates: int = 0
+    """keys of a sample that get another value (mqar)"""
+    noise: float = 0.0
+    """the share of pairs that are noise (mad)"""
 
 
 @dataclass
@@ -155,9 +159,9 @@ class Config:
             model_config(self.model)
         except (TypeError, ValueError) as error:
             raise RunError(f"model.{error}") from None
-        if self.data.source == "mqar" and not self.data.slices:
+        if self.data.source != "tokens" and not self.data.slices:
             raise RunError("data.slices: expected one kind of sample at least, got none")
-        if self.data.source == "mqar" and (self.data.path or self.data.valid_path):
+        if self.data.source != "tokens" and (self.data.path or self.data.valid_path):
             raise RunError(
                 "data.path: this recipe makes recall samples and reads no text; to train it on text, add --data.source "
                 "tokens and the --model.vocab-size of its tokenizer"
@@ -197,12 +201,15 @@ class Config:
 
 
 def recall(config: Config) -> dict[str, Any] | None:
-    """What `ccq eval --suite mqar` asks a model of this run; None for one that is trained on text."""
+    """What `ccq eval --suite mqar` or `mad` asks a model of this run; None for one that is trained on text."""
     data = config.data
-    if data.source != "mqar":
+    if data.source == "tokens":
         return None
     slices = [list(kind[:2]) for kind in data.valid_slices or data.slices]  # length, pairs
-    return {"vocab_size": data.recall_vocab_size or config.model.vocab_size, "slices": slices}
+    told = {"vocab_size": data.recall_vocab_size or config.model.vocab_size, "slices": slices}
+    if data.source == "mad":
+        return told | {"source": "mad", "noise": data.noise}
+    return told | ({"updates": data.updates} if data.updates else {})
 
 
 def other_data(config: Config) -> list[str]:
@@ -216,6 +223,7 @@ def other_data(config: Config) -> list[str]:
         "source": f"trained on {data.source}", "length": f"windows of {data.length}",
         "reset": f"state {'reset at' if data.reset else 'kept over'} documents",
         "slices": "other recall samples", "recall_vocab_size": "other recall samples",
+        "updates": f"{data.updates} keys overwritten", "noise": f"noise {data.noise:g}",
     }  # fmt: skip
     return [said for name, said in words.items() if getattr(data, name) != getattr(usual, name)]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ccq.data.batches import Source
+from ccq.data.mad import MAD
 from ccq.data.mqar import MQAR
+from ccq.data.recall import Recall
 from ccq.data.shards import TokenShards, read_index
 from ccq.data.windows import TokenWindows
 from ccq.train import RunError
@@ -15,19 +18,19 @@ from ccq.train.config import Config
 def train_source(config: Config, checksums: bool = True) -> Source:
     """What to train on; `checksums` reads every byte of it once."""
     data = config.data
-    if data.source == "mqar":
-        return mqar(config, data.slices, "train")
+    if data.source != "tokens":
+        return recall_source(config, data.slices, "train")
     if data.path is None:
         raise RunError("data.path: expected a folder made by `ccq data prepare`, got none (--data.path DIR)")
     shards = TokenShards(data.path, checksums=checksums)
     return fits(TokenWindows(shards, data.length, data.batch, config.seed, data.reset), config, "data.path")
 
 
-def valid_source(config: Config, checksums: bool = True) -> TokenWindows | MQAR | None:
+def valid_source(config: Config, checksums: bool = True) -> TokenWindows | Recall | None:
     """What to validate on, if anything."""
     data = config.data
-    if data.source == "mqar":
-        return mqar(config, data.valid_slices, "valid") if data.valid_slices else None
+    if data.source != "tokens":
+        return recall_source(config, data.valid_slices, "valid") if data.valid_slices else None
     if data.valid_path is None:
         return None
     shards = TokenShards(data.valid_path, checksums=checksums)
@@ -52,9 +55,15 @@ def recall_vocabulary(config: Config) -> int:
     return vocabulary
 
 
-def mqar(config: Config, slices: tuple, split: str) -> MQAR:
-    vocabulary = recall_vocabulary(config)
-    return MQAR(config.data.batch, slices, seed=config.seed, split=split, vocab_size=vocabulary)
+def recall_source(config: Config, slices: tuple, split: str) -> Recall:
+    data = config.data
+    how: dict[str, Any] = {"seed": config.seed, "split": split, "vocab_size": recall_vocabulary(config)}
+    try:
+        if data.source == "mad":
+            return MAD(data.batch, slices, noise=data.noise, **how)
+        return MQAR(data.batch, slices, updates=data.updates, **how)
+    except ValueError as error:
+        raise RunError(f"data: {error}") from None
 
 
 def fits(windows: TokenWindows, config: Config, name: str) -> TokenWindows:

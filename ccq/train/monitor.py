@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ccq.data.batches import IGNORE, Batch
 from ccq.data.counter import key_of
-from ccq.data.mqar import MQAR
+from ccq.data.recall import Recall
 from ccq.data.windows import TokenWindows
 from ccq.mixers import QueryCleaner
 from ccq.train.config import Config
@@ -41,9 +41,9 @@ def call(model: Any, batch: Batch, device: torch.device, **options: Any) -> Any:
     return model(ids, targets=labels, cu_seqlens=batch.cu_seqlens, use_cache=False, **options)
 
 
-def validate(model: Any, config: Config, world: World, source: TokenWindows | MQAR) -> dict[str, float]:
+def validate(model: Any, config: Config, world: World, source: TokenWindows | Recall) -> dict[str, float]:
     """Perplexity of windows in their order, or loss and accuracy of recall, over all and by kind of sample."""
-    if isinstance(source, MQAR):
+    if isinstance(source, Recall):
         return validate_recall(model, config, world, source)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     scored = 0
@@ -67,7 +67,7 @@ def summary(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items() if not name[-1].isdigit())
 
 
-def validate_recall(model: Any, config: Config, world: World, source: MQAR) -> dict[str, float]:
+def validate_recall(model: Any, config: Config, world: World, source: Recall) -> dict[str, float]:
     sums = torch.zeros(len(source.slices), 3, dtype=torch.float64, device=world.device)  # loss, right, asked
     with looking(model):
         for slice_, batch in source.in_order(config.runtime.micro_batch, world.rank, world.size):

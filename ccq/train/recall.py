@@ -22,12 +22,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ccq.data.batches import IGNORE
-from ccq.data.mqar import MQAR
+from ccq.data.recall import Recall
 from ccq.model.loss import linear_cross_entropy, outer
 from ccq.ops.precision import stats_dtype
 from ccq.train.captured import WARM_UP, DeviceUpdate
 from ccq.train.config import Config
-from ccq.train.data import mqar
+from ccq.train.data import recall_source
 from ccq.train.loop import Trainer
 from ccq.train.optimizer import learning_rate, squared_norms
 from ccq.train.world import World
@@ -41,7 +41,7 @@ class Samples:
 
     inputs: Int[Tensor, "n L"]
     positions: Int[Tensor, "n P"]  # of the queries, rising
-    answers: Int[Tensor, "n P"]
+    answers: Int[Tensor, "n P"]  # IGNORE where there is no further query
 
     def to(self, device: torch.device) -> Samples:
         return Samples(*(x.to(device) for x in (self.inputs, self.positions, self.answers)))
@@ -55,18 +55,19 @@ class Samples:
         return inputs, at.flatten(), answers.flatten()
 
 
-def samples_of(source: MQAR) -> list[Samples]:
-    """Every sample of a source, slice by slice."""
+def samples_of(source: Recall) -> list[Samples]:
+    """Every sample of a source, slice by slice; one that is asked less often than others gets answers IGNORE."""
     made = []
     for number, slice_ in enumerate(source.slices):
         parts = []
         for ids in np.array_split(np.arange(slice_.samples), max(1, slice_.samples // 1024)):
             batch = source.of(number, ids)
-            asked = batch.labels != IGNORE
-            positions = asked.nonzero()[:, 1].view(len(ids), slice_.pairs)
-            answers = batch.labels[asked].view(len(ids), slice_.pairs)
-            parts.append([x.int() for x in (batch.input_ids, positions, answers)])
-        made.append(Samples(*(torch.cat(column) for column in zip(*parts, strict=True))))
+            parts.append([x.int() for x in (batch.input_ids, batch.labels)])
+        inputs, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+        asked = labels != IGNORE
+        # the places that are asked come first, in their order
+        positions = (~asked).int().sort(dim=1, stable=True)[1][:, : int(asked.sum(1).max())]
+        made.append(Samples(inputs, positions.int(), labels.gather(1, positions)))
     return made
 
 
@@ -81,7 +82,7 @@ class RecallData:
 
     @staticmethod
     def of(config: Config, device: torch.device) -> RecallData:
-        source = mqar(config, config.data.slices, "train")
+        source = recall_source(config, config.data.slices, "train")
         plans = [source.plan(step) for step in range(config.steps)]
         order = [
             torch.from_numpy(
@@ -89,7 +90,8 @@ class RecallData:
             )
             for number in range(len(source.slices))
         ]
-        valid = samples_of(mqar(config, config.data.valid_slices, "valid")) if config.data.valid_slices else []
+        held_out = config.data.valid_slices
+        valid = samples_of(recall_source(config, held_out, "valid")) if held_out else []
         return RecallData(
             [x.to(device) for x in samples_of(source)],
             [x.to(device) for x in valid],

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from ccq.data.batches import IGNORE
 from ccq.model.info import info
 from ccq.provenance import provenance
 from ccq.train.config import Config, model_config
@@ -31,8 +32,10 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
     losses, lams = run.losses.cpu().numpy(), run.lams.cpu().numpy()
     ends = np.unique(np.linspace(0, config.steps, min(POINTS, config.steps) + 1).astype(int))
     where = provenance()
-    used = [config.data.slices[number] for number in run.data.slices]
-    asked = [s[1] * s[2] for s in slices]
+    second = "motif" if config.data.source == "mad" else "pairs"
+    train = [(x.inputs.shape[1], int((x.answers != IGNORE).sum()) / len(x.inputs)) for x in run.data.train]
+    used = [train[number] for number in run.data.slices]  # tokens of a sample, and how many of them are scored
+    asked = [int((x.answers != IGNORE).sum()) for x in run.data.valid]
     curve = [np.array(counts) / np.array(asked) for _, counts in looks]
     return {
         "identity": dataclasses.asdict(config.identity),
@@ -42,7 +45,7 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
         "steps": config.steps,
         "epochs": round(config.steps * config.data.batch / sum(s[2] for s in config.data.slices), 2),
         "tokens": config.data.batch * sum(s[0] for s in used),
-        "scored": config.data.batch * sum(s[1] for s in used),
+        "scored": round(config.data.batch * sum(s[1] for s in used)),
         "skipped": int(run.skipped),
         "parameters": {"body": numbers.body, "embeddings": numbers.embedding},
         "state_bytes": sum(state_bytes(mixer) for mixer in layers),
@@ -51,11 +54,11 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
         "valid": {
             "accuracy": round(float(np.mean(curve[-1])), 6),
             "slices": [
-                {"length": s[0], "pairs": s[1], "right": n, "asked": of, "accuracy": round(n / of, 6)}
+                {"length": s[0], second: s[1], "right": n, "asked": of, "accuracy": round(n / of, 6)}
                 for s, n, of in zip(slices, looks[-1][1], asked, strict=True)
             ],
         },
-        "test": test_scores(slices, right),
+        "test": scores_of(slices, right, [int((x.answers != IGNORE).sum()) for x in tests], second),
         "curve": {
             "step": ends[1:].tolist(),
             "loss": [rounded(losses[a:b].mean()) for a, b in itertools.pairwise(ends)],
@@ -70,14 +73,18 @@ def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Sampl
     }
 
 
-def test_scores(slices: Sequence[tuple], right: list[np.ndarray]) -> dict[str, Any]:
+def scores_of(
+    slices: Sequence[tuple], right: list[np.ndarray], asked: Sequence[int] | None = None, second: str = "pairs"
+) -> dict[str, Any]:
     """By slice, with how many samples had so many right answers: all that a bootstrap over samples needs."""
+    if asked is None:
+        asked = [pairs * len(counts) for (_, pairs, _), counts in zip(slices, right, strict=True)]
     rows = []
-    for (length, pairs, _), counts in zip(slices, right, strict=True):
+    for (length, pairs, _), counts, of in zip(slices, right, asked, strict=True):
         values, times = np.unique(counts, return_counts=True)
         rows.append({
-            "length": length, "pairs": pairs, "samples": len(counts), "right": int(counts.sum()),
-            "asked": pairs * len(counts), "accuracy": round(float(counts.mean() / pairs), 6),
+            "length": length, second: pairs, "samples": len(counts), "right": int(counts.sum()), "asked": of,
+            "accuracy": round(float(counts.sum() / of), 6),
             "histogram": [[int(v), int(n)] for v, n in zip(values, times, strict=True)],
         })  # fmt: skip
     return {"accuracy": round(float(np.mean([row["accuracy"] for row in rows])), 6), "slices": rows}

@@ -1,11 +1,11 @@
-"""`ccq sweep mqar --tier rows|seeds --out DIR`: every row of the recall comparison, treated alike, on one device.
+"""`ccq sweep mqar|mad --tier rows|seeds --out DIR`: every row of a recall comparison, treated alike, on one device.
 
-    rows     every row at four learning rates, one seed; the rate is chosen on validation samples
-    seeds    the six rows that matter, three other seeds, five times the steps, at the rate chosen before
+    rows     every row at each learning rate (mad: and weight decay), one seed; chosen on validation samples
+    seeds    the rows that matter, three other seeds, at the rate chosen before; mqar: five times the steps
 
-A run is a recipe of size `mqar` and its learning rate, seed and steps; runs of one row train side by side, each on its
-own stream, and rows are shared by worker processes. What a run found is a file of its own as soon as it has finished:
-stopped at any moment, the same command goes on with the runs that are missing. DIR/mqar_TIER.json has all of them.
+A run is a recipe and its learning rate, seed and steps; runs of one row train side by side, each on its own stream, and
+rows are shared by worker processes. What a run found is a file of its own as soon as it has finished: stopped at any
+moment, the same command goes on with the runs that are missing. DIR/TASK_TIER.json has all of them.
 """
 
 from __future__ import annotations
@@ -14,291 +14,107 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import gc
-import hashlib
 import itertools
 import json
-import multiprocessing
 import re
 import signal
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ccq.files import check_free, read_json, write_atomically
-from ccq.names import first_line, nearest
+from ccq.names import nearest
 from ccq.systems import SYSTEMS
 from ccq.train import RunError
+from ccq.train.sweep_runs import TEST_SEED, Spec, run_all, say
 
 MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")
 ROWS = (
     *MAIN, "transformer", "mamba2", "deltanet", "gla_unit_equal_state", "gla_current_key", "ccq_gated_deltanet_open",
     "ccq_gla_no_decay", "ccq_gla_stats", "ccq_gla_uncentred", "ccq_gla_fixed_lam",
 )  # fmt: skip
+# of the study: each memory without and with each read
+READS = (
+    "gla_unit", "ccq_gla", "gla_projected", "gla_projected_decay", "gla_projected_twice", "gated_deltanet",
+    "ccq_gated_deltanet", "gated_deltanet_projected_decay",
+)  # fmt: skip
 KNOWN = tuple(name.replace("-", "_") for name in SYSTEMS)  # what --rows takes
 RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zoology's
 REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
-TIERS = {"rows": (2_000, (0,)), "seeds": (10_000, (1, 2, 3))}  # steps, seeds
+SEEDS = {"rows": (0,), "seeds": (1, 2, 3)}
 OPTIONS = {"optimizer.lr": "--rates", "seed": "--seeds", "steps": "--steps"}  # fields that name a run
-TEST_SEED = 0  # the test samples are the same for all runs
 
 
 @dataclass(frozen=True)
-class Spec:
-    """One run."""
-
-    row: str  # a system, with _ for -
-    size: str
-    lr: float
-    seed: int
-    steps: int
-    repeat: int = 0  # the same run once more
-    changes: tuple[tuple[str, Any], ...] = ()  # fields of the recipe, by dotted name
-
-    @property
-    def name(self) -> str:
-        changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
-        where = f"-{changed}" * bool(changed)
-        rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
-        return f"{self.row}-{self.size}-lr{rate}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
-
-    @staticmethod
-    def row_of(name: str) -> str:
-        return name.partition("-")[0]
-
-    @staticmethod
-    def is_repeat(name: str) -> bool:
-        return "-r0" not in name
-
-    @staticmethod
-    def changed(name: str) -> str:
-        """The hash of its changes; "" where it has none."""
-        return re.split(r"-r\d+", name)[-1].lstrip("-")
-
-    def config(self) -> Any:
-        from ccq.recipes import recipe
-        from ccq.train.config import identified
-
-        config = recipe(f"{self.row}_{self.size}")
-        config.identity = dataclasses.replace(config.identity, repeat=self.repeat)
-        config.optimizer.lr, config.seed, config.steps = self.lr, self.seed, self.steps
-        config.runtime.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
-        for name, value in self.changes:
-            *path, last = name.split(".")
-            part = functools.reduce(getattr, path, config)
-            if not hasattr(part, last):
-                raise RunError(f"--set {name}: a recipe has no such field")
-            setattr(part, last, value)
-        config.check()
-        return identified(config)
+class Task:
+    sizes: tuple[str, ...]  # of recipes, the default first
+    rows: dict[str, tuple[str, ...]]  # of each tier
+    steps: dict[str, int]
+    rates: tuple[float, ...]
+    decays: tuple[float | None, ...] = (None,)  # of the weights; None: the recipe's
 
 
-# -- runs of one row, side by side -------------------------------------------------------------------------------------
+TASKS = {
+    "mqar": Task(("mqar", "mqar64", "mqar256", "mqar-overwrite"), {"rows": ROWS, "seeds": MAIN},
+                 {"rows": 2_000, "seeds": 10_000}, RATES),
+    "mad": Task(("mad-noisy", "mad-fuzzy"), {"rows": READS, "seeds": READS}, {"rows": 20_000, "seeds": 20_000},
+                (1e-4, 5e-4, 1e-3), (0.0, 0.1)),
+}  # fmt: skip
+Choice = tuple[float, float | None]  # a rate and a decay
 
 
-@functools.cache
-def shared_data(spec: Spec, device: Any) -> Any:
-    """Of a seed, kept for the rows to come; `spec` has the row left out."""
-    from ccq.train.recall import RecallData
-
-    return RecallData.of(dataclasses.replace(spec, row="gla", lr=RATES[0], repeat=0).config(), device)
-
-
-@functools.cache
-def test_data(slices: tuple, samples: int, vocab_size: int, device: Any) -> list:
-    from ccq.data.mqar import MQAR
-    from ccq.train.recall import samples_of
-
-    source = MQAR(1, [(s[0], s[1], samples) for s in slices], seed=TEST_SEED, split="test", vocab_size=vocab_size)
-    return [x.to(device) for x in samples_of(source)]
-
-
-def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
-    """Train the runs in lockstep, each on its own stream, and write what each found."""
-    from ccq.train.data import recall_vocabulary
-    from ccq.train.recall import RecallRun
-    from ccq.train.recall_result import result
-    from ccq.train.world import pick_device
-
-    device = pick_device(options["device"], 0)
-    begin = time.perf_counter()
-    say(f"{specs[0].row}: {len(specs)} runs; on a GPU its kernels are compiled and tuned now")
-    runs = []
-    for spec in specs:
-        data = shared_data(dataclasses.replace(spec, row="", lr=0.0, repeat=0), device)
-        run = RecallRun(spec.config(), device, data)
-        try:
-            run.start(capture=options["capture"])
-        except RuntimeError as error:
-            if run.stream is None or "captur" not in str(error).lower():
-                raise
-            say(f"{spec.name}: the step cannot be captured, so it runs launch by launch: {first_line(error)}")
-            run = RecallRun(spec.config(), device, data).start(capture=False)
-        runs.append(run)
-    ready = time.perf_counter()
-    say(f"{specs[0].row}: {len(runs)} runs ready after {ready - begin:.0f} s")
-
-    steps, every = specs[0].steps, runs[0].config.runtime.validate_every
-    looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
-    for step in range(steps + 1):
-        if step % every == 0 or step == steps:
-            for run in runs:
-                run.look()
-            for run, seen in zip(runs, looks, strict=True):
-                run.wait()
-                seen.append((step, run.valid_right.tolist()))
-        if step < steps:
-            for run in runs:
-                run.advance(step)
-    seconds = time.perf_counter() - ready
-    vocabulary = recall_vocabulary(runs[0].config)
-    for spec, run, seen in zip(specs, runs, looks, strict=True):
-        with run.on_stream():
-            tests = test_data(run.config.data.valid_slices, options["test_samples"], vocabulary, device)
-        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, seen, tests)}
-        found |= {"seconds": round(seconds, 2), "side_by_side": len(runs), "captured": run.captured}
-        write_atomically(out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
-        say(
-            f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
-            f"loss {found['curve']['loss'][-1]:.3f}, {seconds / steps * 1e3:.2f} ms a step of {len(runs)}"
-        )
-
-
-# -- workers -----------------------------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
-    """A worker process: rows come through the connection until there are no more; after an error it leaves."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
-        while (specs := connection.recv()) is not None:
-            try:
-                train_together(specs, out, options)
-                gc.collect()  # graphs of finished runs hold memory
-                connection.send(None)
-            except Exception as error:
-                traceback.print_exc()
-                connection.send(f"{type(error).__name__}: {first_line(error)}")
-                return
-
-
-def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """Every group by some worker; returns the runs that failed. Stops at `deadline` (time.monotonic)."""
-    failed: list[dict[str, Any]] = []
-
-    def fail(specs: Sequence[Spec], error: str) -> None:
-        for spec in specs:
-            say(f"{spec.name} failed: {error}")
-            failed.append({"name": spec.name, "row": spec.row, "lr": spec.lr, "seed": spec.seed,
-                           "repeat": spec.repeat, "error": error})  # fmt: skip
-
-    todo = list(groups)
-    if options["workers"] == 0:
-        while todo and time.monotonic() < deadline:
-            specs = todo.pop(0)
-            try:
-                train_together(specs, out, options)
-            except Exception as error:
-                traceback.print_exc()
-                fail(specs, f"{type(error).__name__}: {first_line(error)}")
-        return failed
-
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    workers: list[Any] = []
-    busy: dict[Any, tuple[Any, list[Spec] | None]] = {}
-
-    def hire() -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, out, options), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append(process)
-        busy[ours] = (process, None)
-        give(ours)
-
-    def give(connection: Any) -> None:
-        process = busy[connection][0]
-        specs = todo.pop(0) if todo else None
-        connection.send(specs)
-        if specs is None:
-            del busy[connection]
-        else:
-            busy[connection] = (process, specs)
-
-    try:
-        for _ in range(min(options["workers"], len(todo))):
-            hire()
-        while busy:
-            left = deadline - time.monotonic()
-            ready: list[Any] = wait(list(busy), timeout=max(0.0, min(left, 5.0)))
-            if left <= 0:
-                say("the time is up")
-                break
-            for connection in ready:
-                process, given = busy[connection]
-                assert given is not None
-                try:
-                    wrong = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    process.join(10)
-                    wrong = f"its process died (exit code {process.exitcode})"
-                if wrong is None:
-                    give(connection)
-                else:
-                    fail(given, wrong)
-                    del busy[connection]
-                    if todo:
-                        hire()
-    finally:
-        for process in workers:
-            process.terminate()
-        for process in workers:
-            process.join(10)
-    return failed
-
-
-# -- tiers and what comes of them --------------------------------------------------------------------------------------
-
-
-def groups_of(tier: str, options: argparse.Namespace, chosen: dict[str, float]) -> list[list[Spec]]:
-    """Runs that are trained together: a row at all rates, or with all seeds."""
+def groups_of(tier: str, options: argparse.Namespace, chosen: dict[str, Choice]) -> list[list[Spec]]:
+    """Runs that are trained together: a row at all rates and decays, or with all seeds."""
     steps, seeds = options.steps, options.seeds
     make = functools.partial(Spec, size=options.size, steps=steps, changes=options.changes)
-    if tier == "seeds":
-        return [[make(row=row, lr=chosen[row], seed=seed) for seed in seeds] for row in options.rows]
-    groups = [[make(row=row, lr=lr, seed=seed) for seed in seeds for lr in options.rates] for row in options.rows]
+    grid: list[Choice] = list(itertools.product(options.rates, options.decays))
+    groups = [
+        [
+            make(row=row, lr=lr, decay=decay, seed=seed)
+            for seed in seeds
+            for lr, decay in ([chosen[row]] if tier == "seeds" else grid)
+        ]
+        for row in options.rows
+    ]
     row, rate, times = REPEATED
-    if row in options.rows and rate in options.rates:
+    if tier == "rows" and row in options.rows and (rate, None) in grid:
         groups.append([make(row=row, lr=rate, seed=seeds[0], repeat=1 + n) for n in range(times)])
     return groups
 
 
-def chosen_rates(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each row, the rate with the best mean accuracy over seeds and validation slices; of equal ones the smaller."""
-    found: dict[str, dict[float, list[float]]] = {}
+def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Choice]:
+    """Of each row, the rate and decay with the best mean accuracy over seeds and validation slices; of equal ones the
+    smaller."""
+    found: dict[str, dict[Choice, list[float]]] = {}
     for run in runs:
         if run["repeat"] == 0:
-            found.setdefault(run["row"], {}).setdefault(run["lr"], []).append(run["valid"]["accuracy"])
-    return {row: max(rates, key=lambda lr: (np.mean(rates[lr]), -lr)) for row, rates in found.items()}
+            choice = (run["lr"], run.get("decay"))
+            found.setdefault(run["row"], {}).setdefault(choice, []).append(run["valid"]["accuracy"])
+
+    def rank(item: tuple[Choice, list[float]]) -> tuple:
+        (lr, decay), accuracies = item
+        return np.mean(accuracies), -lr, -(decay or 0.0)
+
+    return {row: max(tried.items(), key=rank)[0] for row, tried in found.items()}
 
 
-def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dict[str, float]:
-    """The rates that `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
+def choices_in(content: dict[str, Any]) -> dict[str, Choice]:
+    """What a tier's file says was chosen."""
+    decays = content.get("chosen_decay", {})
+    return {row: (float(lr), decays.get(row)) for row, lr in content["chosen"].items()}
+
+
+def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dict[str, Choice]:
+    """What `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
     expected = "what `ccq sweep --tier rows` writes: the rates are chosen there"
     content = read_json(path, RunError, expected)
     try:
         unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
-        chosen = {row: float(content["chosen"][row]) for row in rows if row in content["chosen"]}
+        chosen = {row: choice for row, choice in choices_in(content).items() if row in rows}
         theirs = content.get("size", size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
@@ -320,11 +136,15 @@ def protocol(specs: Sequence[Spec], test_samples: int) -> dict[str, Any]:
     config = specs[0].config()
     data, optimizer = config.data, dataclasses.asdict(config.optimizer)
     del optimizer["lr"]
+    decays = sorted({spec.decay for spec in specs if spec.decay is not None})
+    if decays:
+        del optimizer["weight_decay"]
     told = {
         "steps": specs[0].steps,
         "batch": data.batch,
         "rates": sorted({spec.lr for spec in specs}),
         "seeds": sorted({spec.seed for spec in specs}),
+        **({"decays": decays} if decays else {}),
         "dtype": config.dtype,
         "vocab_size": recall_vocabulary(config),
         "schedule": "cosine to 0 over the steps, no warm-up" if not config.optimizer.warmup else "warm-up, cosine",
@@ -333,6 +153,7 @@ def protocol(specs: Sequence[Spec], test_samples: int) -> dict[str, Any]:
         "valid_slices": data.valid_slices,
         "test_slices": [(s[0], s[1], test_samples) for s in data.valid_slices],
         "test_seed": TEST_SEED,
+        **{name: getattr(data, name) for name in ("updates", "noise") if getattr(data, name)},
         "chosen_by": "mean accuracy over seeds and validation slices after the last step",
     }
     return json.loads(json.dumps(told))
@@ -344,13 +165,15 @@ def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dic
     found = read_json(path, RunError, expected)
     try:
         told = {
-            "chosen": dict(found["chosen"]),
+            "chosen": choices_in(found),
             "failed": {x["name"]: x for x in found["failed"]},
             "missing": list(found["missing"]),
             "runs": {run["name"]: run for run in found["runs"]},
         }
         pairs = [("size", found.get("size", specs[0].size), specs[0].size)]
-        pairs += [(name, found["protocol"].get(name), now[name]) for name in now if name not in ("rates", "seeds")]
+        pairs += [
+            (name, found["protocol"].get(name), now[name]) for name in now if name not in ("rates", "seeds", "decays")
+        ]
         changed = {Spec.changed(name) for name in (*told["runs"], *told["missing"])}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
@@ -366,8 +189,8 @@ def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dic
 
 
 def merge(
-    tier: str, specs: Sequence[Spec], out: Path, chosen: dict[str, float], failed: list, now: dict[str, Any],
-    before: dict[str, Any],
+    task: str, tier: str, specs: Sequence[Spec], out: Path, chosen: dict[str, Choice], failed: list,
+    now: dict[str, Any], before: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """All finished runs of a tier, those of calls before among them, as one file; returns what is in it."""
     from ccq.provenance import provenance
@@ -378,14 +201,17 @@ def merge(
     kept = {
         name: run
         for name, run in before["runs"].items()
-        if name in found or (name not in paths and (tier == "rows" or run["lr"] == chosen.get(run["row"])))
+        if name in found
+        or (name not in paths and (tier == "rows" or (run["lr"], run.get("decay")) == chosen.get(run["row"])))
     }  # of seeds, a row may have another rate now
     runs = list((kept | found).values())
     rows = {spec.row for spec in specs}
     missing = [name for name in before["missing"] if Spec.row_of(name) not in rows]
     failed = [*(before["failed"][name] for name in missing if name in before["failed"]), *failed]
+    chosen = chosen if tier == "seeds" else best_of(runs)
+    decays = {row: decay for row, (_, decay) in chosen.items() if decay is not None}
     content = {
-        "kind": "mqar_sweep",
+        "kind": f"{task}_sweep",
         "tier": tier,
         "size": specs[0].size,
         "protocol": {
@@ -394,27 +220,30 @@ def merge(
             "seeds": sorted({spec.seed for spec in specs} | {run["seed"] for run in runs}),
         },
         "provenance": provenance(),
-        "chosen": chosen if tier == "seeds" else chosen_rates(runs),
+        "chosen": {row: lr for row, (lr, _) in chosen.items()},
+        **({"chosen_decay": decays} if decays else {}),
         "failed": [x for x in failed if x["name"] not in found],
         "missing": [*missing, *(name for name in paths if name not in found)],
         "runs": runs,
     }
     head = json.dumps({name: value for name, value in content.items() if name != "runs"}, indent=1)
     lines = ",\n".join(json.dumps(run) for run in runs)  # one line a run: few bytes, and a diff that says which
-    write_atomically(out / f"mqar_{tier}.json", f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
+    write_atomically(out / f"{task}_{tier}.json", f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
     return content
 
 
 def table(content: dict[str, Any]) -> str:
     """Of each row the chosen rate, or of each seed: test accuracy, over all slices and by slice."""
     lines = []
-    chosen = content["chosen"]
+    chosen = choices_in(content)
     for run in content["runs"]:
-        if chosen.get(run["row"]) == run["lr"] and not run["repeat"]:
+        if chosen.get(run["row"]) == (run["lr"], run.get("decay")) and not run["repeat"]:
             by_slice = " ".join(f"{s['accuracy']:.3f}" for s in run["test"]["slices"])
             gate = "" if not run["gate"] else " lam " + " ".join(f"{x:.3f}" for x in run["gate"]["lam"][-1])
             lines.append(
-                f"{run['row']:<26} lr {run['lr']:<8g} seed {run['seed']} valid {run['valid']['accuracy']:.3f} "
+                f"{run['row']:<30} lr {run['lr']:<8g} "
+                + ("" if "decay" not in run else f"decay {run['decay']:<4g} ")
+                + f"seed {run['seed']} valid {run['valid']['accuracy']:.3f} "
                 f"test {run['test']['accuracy']:.3f} | {by_slice} | state {run['state_bytes'] / 1024:.1f} KiB{gate}"
             )
     return "\n".join(lines)
@@ -438,18 +267,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ccq sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("task", choices=("mqar",))
-    parser.add_argument("--tier", choices=tuple(TIERS), required=True)
+    parser.add_argument("task", choices=tuple(TASKS))
+    parser.add_argument("--tier", choices=tuple(SEEDS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--size", default="mqar", choices=("mqar", "mqar64", "mqar256"), help="width 128, 64 or 256")
+    sizes = "; ".join(f"{name}: {', '.join(task.sizes)}" for name, task in TASKS.items())
+    parser.add_argument("--size", help=f"of the recipes ({sizes}; default: the first)")
     parser.add_argument("--rows", help="some rows only, with commas between them")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=RATES, help="learning rates (default: zoology's four)"
-    )
+    parser.add_argument("--rates", type=float, nargs="+", help="learning rates (default: zoology's four, MAD's three)")
+    parser.add_argument("--decays", type=float, nargs="+", help="weight decays (default: the recipe's, MAD's two)")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 for rows, 1 2 3 for seeds")
-    parser.add_argument("--steps", type=int, help="default: 2000 for rows, 10000 for seeds")
+    parser.add_argument("--steps", type=int, help="default: 2000 for rows, 10000 for seeds; mad: 20000")
     parser.add_argument(
-        "--rates-from", type=Path, help="for seeds: where rates were chosen (default: OUT/mqar_rows.json)"
+        "--rates-from", type=Path, help="for seeds: where rates were chosen (default: OUT/TASK_rows.json)"
     )
     parser.add_argument("--workers", type=int, default=4, help="processes; 0: this one (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long, with what is finished")
@@ -467,29 +296,34 @@ def sweep(options: argparse.Namespace) -> int:
     from ccq.doctor import best_device, check_cpu_bf16, check_device
     from ccq.train import folder
 
-    tier, out = options.tier, options.out
+    task, tier, out = TASKS[options.task], options.tier, options.out
     began = time.monotonic()
-    known = ROWS if tier == "rows" else MAIN
-    options.rows = tuple(re.split(r"[,\s]+", options.rows)) if options.rows else known
+    options.size = options.size or task.sizes[0]
+    if options.size not in task.sizes:
+        raise RunError(f"--size: expected one of {', '.join(task.sizes)}, got {options.size!r}")
+    options.rows = tuple(re.split(r"[,\s]+", options.rows)) if options.rows else task.rows[tier]
     for row in options.rows:
         if row not in KNOWN:
             raise RunError(f"--rows: there is no {row!r}.{nearest(row, KNOWN)} Rows are {', '.join(KNOWN)}.")
-    options.steps = TIERS[tier][0] if options.steps is None else options.steps
-    options.seeds = tuple(dict.fromkeys(options.seeds or TIERS[tier][1]))
-    options.rates = tuple(dict.fromkeys(options.rates))
+    options.steps = task.steps[tier] if options.steps is None else options.steps
+    options.seeds = tuple(dict.fromkeys(options.seeds or SEEDS[tier]))
+    options.rates = tuple(dict.fromkeys(options.rates or task.rates))
+    options.decays = tuple(dict.fromkeys(options.decays or task.decays))
     for name, value, least in (("steps", options.steps, 1), ("test-samples", options.test_samples, 1),
                                ("workers", options.workers, 0)):  # fmt: skip
         if value < least:
             raise RunError(f"--{name}: expected at least {least}, got {value}")
     options.changes = tuple(change(text) for text in options.set)
-    begun = any(out.glob("mqar_*.json")) or any(out.glob("runs/*-steps*-r*.json"))
+    if options.decays != (None,) and any(name == "optimizer.weight_decay" for name, _ in options.changes):
+        raise RunError("--set optimizer.weight_decay: the runs of a sweep differ in it, give it with --decays")
+    begun = any(path for name in TASKS for path in out.glob(f"{name}_*.json")) or any(out.glob("runs/*-steps*-r*.json"))
     check_free(out, options.force, ours=begun, older="one with an older sweep")
     with folder.locked(out):
-        chosen = {}
+        chosen: dict[str, Choice] = {}
         if tier == "seeds" and options.rates_from:
             chosen = read_chosen(options.rates_from, options.rows)
         elif tier == "seeds":
-            chosen = read_chosen(out / "mqar_rows.json", options.rows, options.size)
+            chosen = read_chosen(out / f"{options.task}_rows.json", options.rows, options.size)
         groups = groups_of(tier, options, chosen)
         for group in groups:
             try:
@@ -500,7 +334,7 @@ def sweep(options: argparse.Namespace) -> int:
                 raise RunError("data.valid_slices: expected one kind of sample at least: rates are chosen on them")
         check_test_samples(groups, out, options.test_samples)
         specs = list(itertools.chain(*groups))
-        now, path = protocol(specs, options.test_samples), out / f"mqar_{tier}.json"
+        now, path = protocol(specs, options.test_samples), out / f"{options.task}_{tier}.json"
         before: dict[str, Any] = {"chosen": {}, "failed": {}, "missing": [], "runs": {}}
         if path.exists() and not options.force:
             before = earlier_calls(path, specs, now)
@@ -514,7 +348,7 @@ def sweep(options: argparse.Namespace) -> int:
         say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")
         settings = {
             "device": options.device, "capture": not options.no_capture, "workers": options.workers,
-            "test_samples": options.test_samples,
+            "test_samples": options.test_samples, "groups": len(todo),
         }  # fmt: skip
         code, failed = 0, []
         try:
@@ -522,7 +356,7 @@ def sweep(options: argparse.Namespace) -> int:
                 failed = run_all(todo, out, settings, began + 60 * options.minutes)
         except KeyboardInterrupt:
             code = 130
-        content = merge(tier, specs, out, chosen, failed, now, before)
+        content = merge(options.task, tier, specs, out, chosen, failed, now, before)
     print(table(content))
     left = len({spec.name for spec in specs} & set(content["missing"]))
     say(
@@ -547,8 +381,6 @@ def check_test_samples(groups: list[list[Spec]], out: Path, samples: int) -> Non
 
 def change(text: str) -> tuple[str, Any]:
     """A field and its value, lists as tuples."""
-    from ccq.train.config import tuples
-
     name, sign, value = text.partition("=")
     if not sign:
         raise RunError(f"--set: expected FIELD=JSON, got {text!r}")

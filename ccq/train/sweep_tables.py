@@ -1,4 +1,4 @@
-"""The report's tables of recall: what `ccq sweep mqar` trained, and what `ccq eval --suite mqar` asked."""
+"""The report's tables of recall: what `ccq sweep` trained, and what `ccq eval --suite mqar` or `mad` asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ccq.report.results import RECALL, Results, by_size, mean
 from ccq.report.table import Block, Cell, Table, not_run
 from ccq.report.tables import SMALL_PRINT, score_rows, title_of
 from ccq.systems import SYSTEMS, Identity
-from ccq.train.sweep import MAIN, ROWS
+from ccq.train.sweep import TASKS
 
 
 def tables(results: Results) -> list[Table]:
@@ -31,17 +31,22 @@ def tables(results: Results) -> list[Table]:
             notes.append(f"Missing, not run to the end: {told}.")
         caption = "Recall (MQAR): what was trained, and how much it recalls (not in the paper)"
         made.append(Table("mqar", caption, head, blocks, notes))
-    for name, suite, what in (("mqar-slices", "recall", "of the sweep"), ("recall", "mqar", "of `ccq eval`")):
+    for name, suite, what in (
+        ("mqar-slices", "recall", "(MQAR) by slice of the sweep"),
+        ("recall", "mqar", "(MQAR) by slice of `ccq eval`"),
+        ("mad", "mad", "(MAD) of `ccq eval`, by tokens and longest key"),
+    ):
         settings = sorted(
             results.settings(suite), key=lambda n: (n == "average", [int(p) for p in n.split("-") if p.isdigit()])
         )
         columns = [Column(n, f"{suite}:{n}", "higher") for n in settings if (suite, n) != ("recall", "average")]
         if columns:
-            heads = [n.heading.replace("-", " tokens, ") + (" pairs" if "-" in n.heading else "") for n in columns]
+            told = "{} tokens, keys of at most {}" if suite == "mad" else "{} tokens, {} pairs"
+            heads = [told.format(*n.heading.split("-")) if "-" in n.heading else n.heading for n in columns]
             likes = ["0.0" if suite == "recall" else ""] * len(columns)
             blocks = [Block(title_of(size), score_rows(rows, columns, results, likes))
                       for size, rows in by_size(results.rows(suite)).items()]  # fmt: skip
-            caption = f"Recall (MQAR) by slice {what}: queries answered, %"
+            caption = f"Recall {what}: queries answered, %"
             made.append(Table(name, caption, ["", *heads], blocks, [SMALL_PRINT]))
     return made
 
@@ -73,7 +78,8 @@ def sweep_blocks(size: str, rows: Sequence[Identity], results: Results) -> list[
             Cell(f"{first['covariance_bytes'] / 1024:,.1f}" if first["covariance_bytes"] else "–"),
             Cell(lam),
         ]
-    wanted = dict.fromkeys(name for tier in sorted(tiers) for name in (ROWS if tier == "rows" else MAIN))
+    usual = TASKS["mad" if size.startswith("MAD") else "mqar"].rows
+    wanted = dict.fromkeys(name for tier in sorted(tiers) for name in usual[tier])
     have = {row.system for row in rows if not row.variant}
     labels = [SYSTEMS[name.replace("_", "-")].label for name in wanted if name.replace("_", "-") not in have]
     return [Block(title_of(size), made), *not_run([f"{label}, {size}" for label in labels])]

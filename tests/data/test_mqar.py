@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccq.data.batches import IGNORE
-from ccq.data.mqar import MQAR, TEST, TRAIN, Slice, distinct, make_samples
+from ccq.data.mqar import MQAR, OVERWRITTEN_TEST, OVERWRITTEN_TRAIN, TEST, TRAIN, UPDATES, distinct, make_samples
+from ccq.data.recall import Slice
+from ccq.recipes import recipe
 
 
 def naive(rng, count, length, pairs, vocab_size, power_a):
@@ -59,6 +61,37 @@ def test_every_query_was_stored_with_its_value(pairs, room, index, random_non_qu
         assert (asked % 2 == 0).all()
         others = np.setdiff1d(np.arange(2 * pairs, length), asked)
         assert random_non_queries or (row[others] == 0).all()
+
+
+@given(st.integers(1, 12), st.data(), st.integers(0, 2**40))
+def test_of_a_key_that_is_overwritten_the_last_value_is_asked_for(pairs, data, index):
+    updates = data.draw(st.integers(0, pairs))
+    length = 4 * pairs + 2 * updates + data.draw(st.sampled_from([0, 6]))
+    indices = np.arange(index, index + 8)
+    inputs, labels = make_samples(indices, length, pairs, key=1, vocab_size=128, updates=updates)
+    plain, _ = make_samples(indices, length, pairs, key=1, vocab_size=128)
+    assert np.array_equal(inputs[:, : 2 * pairs], plain[:, : 2 * pairs])  # before that, the same sample
+    context = 2 * (pairs + updates)
+    for row, label in zip(inputs, labels, strict=True):
+        stored, overwritten = {}, 0
+        for key, value in row[:context].reshape(-1, 2).tolist():
+            assert key < 64 <= value
+            assert stored.get(key) != value  # another one, each time
+            overwritten += key in stored
+            stored[key] = value
+        assert (overwritten, len(stored)) == (updates, pairs)
+        asked = np.flatnonzero(label != IGNORE)
+        assert sorted(row[asked].tolist()) == sorted(stored)
+        assert [stored[k] for k in row[asked].tolist()] == label[asked].tolist()
+        assert asked.min() >= context
+
+
+def test_which_keys_are_overwritten_and_with_what_is_uniform():
+    inputs, _ = make_samples(np.arange(20_000), 16, 3, key=4, vocab_size=64, updates=1)
+    which = (inputs[:, 0:6:2] == inputs[:, 6:7]).argmax(1)
+    assert np.abs(np.bincount(which) - 20_000 / 3).max() < 4 * np.sqrt(20_000 * 2 / 9)
+    old = np.take_along_axis(inputs[:, 1:6:2], which[:, None], 1)[:, 0]
+    assert uniform_enough((inputs[:, 7] - old) % 32, 1, 32)  # any but the old one
 
 
 def test_a_sample_is_a_function_of_its_index():
@@ -128,6 +161,13 @@ def test_settings_are_zoologys():
     assert TRAIN == ((64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000), (256, 64, 20_000))
     assert [s[:2] for s in TEST] == [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
     assert {s.samples for s in TEST} == {1000}
+    assert [s[:2] for s in OVERWRITTEN_TRAIN] == [(64, 4), (128, 9), (256, 16), (256, 25), (256, 36)]
+    assert [s.samples for s in OVERWRITTEN_TRAIN] == [s.samples for s in TRAIN]
+    assert [s[:2] for s in OVERWRITTEN_TEST] == [
+        (64, 4), (64, 9), (128, 16), (256, 36), (512, 64), (1024, 144), (2048, 256),
+    ]  # fmt: skip
+    config = recipe("gla_mqar_overwrite")
+    assert (config.data.updates, config.data.slices) == (UPDATES, OVERWRITTEN_TRAIN) == (4, OVERWRITTEN_TRAIN)
     data = MQAR()
     assert (data.batch_size, data.vocab_size, data.power_a, data.random_non_queries) == (256, 8192, 0.01, True)
 
@@ -187,6 +227,10 @@ def test_evaluation_sees_every_sample_once(world):
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="length=14, pairs=4"):
         MQAR(8, [Slice(14, 4, 10)])
+    with pytest.raises(ValueError, match="length=16, pairs=4, updates=1"):
+        MQAR(8, [Slice(16, 4, 10)], updates=1)
+    with pytest.raises(ValueError, match="updates must lie between 0 and pairs=4, got 5"):
+        MQAR(8, [Slice(64, 4, 10)], updates=5)
     with pytest.raises(ValueError, match="vocab_size must exceed length=64, got 64"):
         MQAR(8, [Slice(64, 4, 10)], vocab_size=64)
     with pytest.raises(ValueError, match="split must be one of train, valid, test, got 'dev'"):

@@ -1,8 +1,10 @@
 """MQAR: the keys' values at the places where they are asked for."""
 
+import numpy as np
 import pytest
 
-from ccq.evaluate import EvaluationError, Options, mqar
+from ccq.evaluate import EvaluationError, Options, mad, mqar, suites
+from ccq.model import CCQConfig
 
 
 def test_an_oracle_that_looks_the_pairs_up_scores_100(tmp_path):
@@ -28,7 +30,7 @@ def test_the_slices_are_zoologys(tmp_path):
     slices = [(part["length"], part["pairs"]) for part in asked.settings["slices"]]
     assert slices == [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
     with pytest.raises(
-        EvaluationError, match=r"MQAR has test slices of \[64, 128, 256, 512, 1024\] tokens, got \[99\]"
+        EvaluationError, match=r"mqar has test slices of \[64, 128, 256, 512, 1024\] tokens, got \[99\]"
     ):
         mqar.build(Options(out=tmp_path, lengths=(99,)), None)
 
@@ -50,3 +52,54 @@ def test_slices_and_vocabulary_of_a_tiny_model(tmp_path):
 def test_impossible_slices_are_named(tmp_path, slices, size):
     with pytest.raises(EvaluationError, match=r"--slices, --recall-vocab-size: (length must|vocab_size must)"):
         mqar.build(Options(out=tmp_path, slices=slices, recall_vocab_size=size), None)
+
+
+def test_of_mad_the_values_of_keys_that_were_there_are_asked_for(tmp_path):
+    """By an oracle that knows the pairs it has read, and nothing else."""
+    asked = mad.build(Options(out=tmp_path, limit=20), None)
+    assert asked.settings["slices"] == [{"length": 128, "motif": 1, "samples": 20}]
+    assert (asked.settings["noise"], asked.settings["vocabulary"]) == (0.2, 32)
+    answers = []
+    for request in asked.requests:
+        tokens = asked.of(request).tolist()
+        answers.append({"tokens": [dict(zip(tokens[0:t:2], tokens[1:t:2], strict=True))[tokens[t]]
+                                   for t in request.positions]})  # fmt: skip
+    _, scores = mad.metrics(asked, answers, None, None)
+    assert scores["128-1"]["value"] == 100
+    with pytest.raises(EvaluationError, match="noise must be 0 with motifs of 3"):
+        mad.build(Options(out=tmp_path, slices=((128, 3, 5),)), None)
+
+
+@pytest.mark.parametrize(
+    ("suite", "data"),
+    [
+        ("mad", {"source": "mad", "slices": ((24, 3, 64),), "recall_vocab_size": 16}),
+        ("mad", {"source": "mad", "slices": ((24, 1, 64),), "recall_vocab_size": 40, "noise": 0.6}),
+        ("mqar", {"slices": ((24, 3, 64),), "updates": 2}),
+    ],
+)
+def test_an_export_is_asked_what_its_run_was_trained_on(tmp_path, suite, data):
+    from ccq.recipes import recipe
+    from ccq.train.data import recall_source
+    from ccq.train.export import export
+    from ccq.train.loop import train
+
+    config = recipe("ccq_gla_tiny")
+    for name, value in data.items():
+        setattr(config.data, name, value)
+    config.data.valid_slices = ()
+    config.steps, config.runtime.tensorboard, config.runtime.device = 1, False, "cpu"
+    assert train(config, tmp_path / "run") == 0
+    export(tmp_path / "run", tmp_path / "model")
+    told = CCQConfig.from_pretrained(tmp_path / "model")
+    options = suites()[suite].as_trained(Options(out=tmp_path, limit=3), told)
+    asked = suites()[suite].build(options, None)
+    test = recall_source(config, ((*config.data.slices[0][:2], 3),), "test")
+    test.seed = options.seed
+    expected = test.of(0, np.arange(3))
+    for request, tokens, labels in zip(asked.requests, expected.input_ids, expected.labels, strict=True):
+        assert asked.of(request).tolist() == tokens.tolist()
+        assert request.meta["answers"] == labels[labels >= 0].tolist()
+    (other,) = {"mad", "mqar"} - {suite}
+    with pytest.raises(EvaluationError, match=f"the model was trained on {suite}: ask --suite {suite}, or name"):
+        suites()[other].as_trained(Options(out=tmp_path), told)

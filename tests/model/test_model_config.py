@@ -8,8 +8,9 @@ from ccq.systems import SIZES, SYSTEMS
 
 def test_presets_are_systems_times_sizes():
     assert len(presets()) == len(SYSTEMS) * len(SIZES)
-    for name in presets():
-        assert CCQConfig.preset(name).mixer == SYSTEMS[name.rpartition("-")[0]].options["mixer"]
+    for system in SYSTEMS:
+        for size in SIZES:
+            assert CCQConfig.preset(f"{system}-{size}").mixer == SYSTEMS[system].options["mixer"]
 
 
 def test_presets_of_the_design():

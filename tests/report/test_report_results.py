@@ -4,14 +4,16 @@ import math
 
 import numpy as np
 import pytest
-from made_results import evaluation, recall_run, sweep, text_run
+from made_results import evaluation, origin, recall_run, sweep, text_run
 
 from ccq import cli
+from ccq.files import write_json
 from ccq.report import claims, page, paper
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, UNTESTABLE
 from ccq.report.collect import collect
 from ccq.report.results import RECALL, Record, Results, drawn, seed_interval
 from ccq.systems import Identity
+from ccq.train.sweep_tables import tables
 
 
 def judged(folder, system, control, where=RECALL):
@@ -86,6 +88,29 @@ def test_the_rate_is_chosen_on_validation_samples_though_another_tests_better(tm
     assert [source.rate for source in estimate.sources] == [3.16e-3]
     assert estimate.value == pytest.approx(100 * runs[1]["test"]["accuracy"], abs=1e-3)
     assert best["test"]["accuracy"] > runs[1]["test"]["accuracy"]
+
+
+def test_tasks_are_kept_apart_and_of_mads_grid_the_chosen_decay_counts(tmp_path):
+    """A model of one width and number of steps may be of MQAR or of MAD."""
+    runs = [recall_run("gla", 1e-3, 0, 2000, size="mad-noisy") | {"decay": decay} for decay in (0.0, 0.1)]
+    runs[0]["test"] = recall_run("transformer", 1e-3, 0, 2000)["test"]
+    for part in runs[1]["test"]["slices"]:
+        part["motif"] = part.pop("pairs")
+    content = {"kind": "mad_sweep", "tier": "rows", "size": "mad-noisy", "provenance": origin(), "missing": [],
+               "chosen": {"gla": 1e-3}, "chosen_decay": {"gla": 0.1}, "runs": runs}  # fmt: skip
+    write_json(tmp_path / "mad.json", content)
+    sweep(tmp_path / "x.json", [recall_run("gla", 1e-3, 0, 2000)], "rows")
+    results = Results(collect([tmp_path]))
+    assert [row.size for row in results.rows("recall")] == [
+        "width 128, 2,000 steps", "MAD, noisy, width 128, 2,000 steps",
+    ]  # fmt: skip
+    noisy = results.estimate(results.rows("recall")[1], RECALL)
+    assert noisy.value == pytest.approx(100 * runs[1]["test"]["accuracy"], abs=1e-3)
+    low, high = noisy.over_samples
+    assert low < noisy.value < high
+    text = "".join(str(table) for table in tables(results))
+    assert "MAD, noisy, width 128, 2,000 steps" in text
+    assert "128 tokens, keys of at most 32" in text
 
 
 def test_the_interval_over_samples_is_that_of_the_mean():

@@ -13,7 +13,7 @@ from train_helpers import small, start, work_that_errs
 from ccq import cli
 from ccq.model import CCQForCausalLM
 from ccq.recipes import recipe
-from ccq.train import RunError, sweep
+from ccq.train import RunError, sweep, sweep_runs
 from ccq.train import config as configs
 from ccq.train.config import model_config
 from ccq.train.data import train_source, valid_source
@@ -25,6 +25,10 @@ from ccq.train.world import World
 
 CPU = World(0, 1, torch.device("cpu"))
 VALID = ((16, 2, 30), (24, 3, 20))
+
+
+MAD = {"source": "mad", "noise": 0.2, "slices": ((32, 1, 64),), "valid_slices": ((32, 1, 30),),
+       "recall_vocab_size": 32}  # fmt: skip
 
 
 def together(config, steps=None):
@@ -39,17 +43,22 @@ PLAIN = {"clip": None}
 
 
 @pytest.mark.parametrize(
-    ("system", "options"),
+    ("system", "options", "data"),
     [
-        ("transformer", ZOOLOGY),
-        ("mamba2", {"clip": None}),
-        ("ccq-gla", ZOOLOGY),
-        ("ccq-gated-deltanet", {"clip": None}),
+        ("transformer", ZOOLOGY, {}),
+        ("mamba2", PLAIN, {}),
+        ("ccq-gla", ZOOLOGY, {}),
+        ("ccq-gated-deltanet", PLAIN, {}),
+        ("gla-projected-decay", PLAIN, MAD),
+        ("gla", PLAIN, MAD | {"slices": ((32, 3, 64),), "valid_slices": ((32, 3, 30),), "noise": 0.0}),
+        ("gla", PLAIN, {"updates": 2}),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ids=["transformer", "mamba2", "ccq-gla", "ccq-gated-deltanet", "noisy", "fuzzy", "overwritten"],
 )
-def test_it_trains_what_the_trainer_trains(system, options):
+def test_it_trains_what_the_trainer_trains(system, options, data):
     config = small(system, steps=8, lr=1e-2, valid_slices=VALID, **options)
+    for name, value in data.items():
+        setattr(config.data, name, value)
     trainer, source = Trainer(config, CPU), train_source(config)
     done = [trainer.step([source.batch(step)]) for step in range(8)]
     run = together(config)
@@ -59,12 +68,13 @@ def test_it_trains_what_the_trainer_trains(system, options):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
     run.look()
     found = validate(trainer.model, config, CPU, valid_source(config))
-    asked = [pairs * samples for _, pairs, samples in VALID]
+    source = valid_source(config)
+    asked = [int((source.of(i, np.arange(s.samples)).labels >= 0).sum()) for i, s in enumerate(source.slices)]
     got = [n / m for n, m in zip(run.valid_right.tolist(), asked, strict=True)]
-    assert got == [found["valid_accuracy_16x2"], found["valid_accuracy_24x3"]]
+    assert got == [found[f"valid_accuracy_{s.length}x{s.pairs}"] for s in source.slices]
     if config.model.clean:
         assert run.lams.shape == (8, 1 if config.model.base_conv_size else 2)
-        assert run.lams[0].tolist() == pytest.approx([0.01] * run.lams.shape[1])
+        assert run.lams[0].tolist() == pytest.approx([config.model.gate_init] * run.lams.shape[1])
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
@@ -125,14 +135,18 @@ def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
 
 
 def test_the_rate_is_chosen_on_validation_samples():
-    def run(row, lr, valid, test, repeat=0):
-        return {"row": row, "lr": lr, "repeat": repeat, "valid": {"accuracy": valid}, "test": {"accuracy": test}}
+    def run(row, lr, valid, test, repeat=0, **more):
+        scores = {"valid": {"accuracy": valid}, "test": {"accuracy": test}}
+        return {"row": row, "lr": lr, "repeat": repeat, **scores, **more}
 
     runs = [run("a", 1e-3, 0.5, 0.9), run("a", 1e-2, 0.6, 0.1), run("b", 1e-2, 0.4, 0.4), run("b", 1e-3, 0.4, 0.3),
             run("b", 1e-1, 0.99, 0.99, repeat=1)]  # fmt: skip
-    assert sweep.chosen_rates(runs) == {"a": 1e-2, "b": 1e-3}
+    assert sweep.best_of(runs) == {"a": (1e-2, None), "b": (1e-3, None)}
     lucky = [run("a", 1e-3, 0.8, 0), run("a", 1e-3, 0.8, 0), run("a", 1e-2, 0.85, 0), run("a", 1e-2, 0.1, 0)]
-    assert sweep.chosen_rates(lucky) == {"a": 1e-3}  # the mean over seeds, not the best of them
+    assert sweep.best_of(lucky) == {"a": (1e-3, None)}  # the mean over seeds, not the best of them
+    grid = [run("a", lr, valid, 0, decay=decay) for lr, decay, valid in
+            ((1e-3, 0.0, 0.5), (1e-3, 0.1, 0.7), (1e-2, 0.0, 0.7), (1e-2, 0.1, 0.2))]  # fmt: skip
+    assert sweep.best_of(grid) == {"a": (1e-3, 0.1)}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +163,7 @@ def test_a_rate_is_not_taken_from_a_choice_that_was_not_made(content, said, tmp_
     path = tmp_path / "mqar_rows.json"
 
     def write(*missing):
-        names = [sweep.Spec(row, "mqar", lr, 0, 4, repeat).name for row, lr, repeat in missing]
+        names = [sweep_runs.Spec(row, "mqar", lr, 0, 4, repeat).name for row, lr, repeat in missing]
         path.write_text(json.dumps({"chosen": {"gla": 0.01, "gla_unit": 0.001}, "missing": names}))
 
     if isinstance(content, str):
@@ -159,13 +173,13 @@ def test_a_rate_is_not_taken_from_a_choice_that_was_not_made(content, said, tmp_
     with pytest.raises(RunError, match=said):
         sweep.read_chosen(path, ["gla"])
     write(("gla_unit", 1e-3, 0), ("gla", 1e-2, 1))  # of another row, and a run that is only repeated
-    assert sweep.read_chosen(path, ["gla"]) == {"gla": 0.01}
+    assert sweep.read_chosen(path, ["gla"]) == {"gla": (0.01, None)}
 
 
 def test_rates_of_another_width_are_taken_only_where_that_is_said(tmp_path):
     path = tmp_path / "mqar_rows.json"
     path.write_text(json.dumps({"size": "mqar64", "chosen": {"gla": 0.01}, "missing": []}))
-    assert sweep.read_chosen(path, ["gla"], "mqar64") == sweep.read_chosen(path, ["gla"]) == {"gla": 0.01}
+    assert sweep.read_chosen(path, ["gla"], "mqar64") == sweep.read_chosen(path, ["gla"]) == {"gla": (0.01, None)}
     with pytest.raises(RunError, match="has rates chosen at mqar64, not at mqar: run `--tier rows --size mqar`"):
         sweep.read_chosen(path, ["gla"], "mqar")
     given = ["mqar", "--tier", "seeds", "--out", str(tmp_path), "--device", "cpu"]
@@ -173,9 +187,9 @@ def test_rates_of_another_width_are_taken_only_where_that_is_said(tmp_path):
 
 
 def test_two_rates_have_two_names():
-    names = {sweep.Spec("gla", "mqar", lr, 0, 4).name for lr in (1e-3, 0.0010049, 0.00316, 0.0031623)}
+    names = {sweep_runs.Spec("gla", "mqar", lr, 0, 4).name for lr in (1e-3, 0.0010049, 0.00316, 0.0031623)}
     assert len(names) == 4
-    assert sweep.Spec("gla", "mqar", 0.00316, 0, 4).name == "gla-mqar-lr3.16e-03-seed0-steps4-r0"  # as in files
+    assert sweep_runs.Spec("gla", "mqar", 0.00316, 0, 4).name == "gla-mqar-lr3.16e-03-seed0-steps4-r0"  # as in files
 
 
 # the command
@@ -189,7 +203,7 @@ ROWS = ["--tier", "rows", "--rows", "gla_unit,ccq_gla", "--rates", "0.00316", "0
 
 
 def what_counts(run):
-    return {name: value for name, value in run.items() if name not in ("date", "seconds", "side_by_side")}
+    return {name: value for name, value in run.items() if name not in ("date", "seconds", "step_ms", "side_by_side")}
 
 
 def test_both_tiers_and_what_their_files_say(tmp_path, capsys):
@@ -218,7 +232,7 @@ def test_both_tiers_and_what_their_files_say(tmp_path, capsys):
         assert run["identity"] | told == run["identity"]
         assert run["identity"]["tokens"] == 4 * 8  # samples
     changes = (("data.batch", 8), ("data.slices", ((16, 2, 64), (24, 3, 64))), ("model.vocab_size", 64))
-    source = train_source(sweep.Spec("gla", "mqar", 1e-3, 0, 4, changes=changes).config())
+    source = train_source(sweep_runs.Spec("gla", "mqar", 1e-3, 0, 4, changes=changes).config())
     assert plain["tokens"] == sum(source.batch(step).input_ids.numel() for step in range(4))
     assert plain["scored"] == sum(int((source.batch(step).labels >= 0).sum()) for step in range(4))
     assert plain["gate"] is None
@@ -237,15 +251,74 @@ def test_both_tiers_and_what_their_files_say(tmp_path, capsys):
     assert "0 of them finished before" in capsys.readouterr().out
 
 
+MAD_TOY = [
+    "mad", "--device", "cpu", "--workers", "0", "--steps", "4", "--test-samples", "10", "--set", "dtype=fp32",
+    "--set", "model.hidden_size=16", "--set", "model.key_size=8", "--set", "model.value_size=8",
+    "--set", "data.batch=8", "--set", "data.slices=[[32,1,64]]", "--set", "data.valid_slices=[[32,1,8]]",
+]  # fmt: skip
+
+
+def test_the_grid_of_mad_is_of_rates_and_decays_and_other_seeds_get_the_best_of_it(tmp_path):
+    assert (sweep.TASKS["mad"].rates, sweep.TASKS["mad"].decays) == ((1e-4, 5e-4, 1e-3), (0.0, 0.1))
+    rows = ["--rows", "gla_projected", "--rates", "0.001", "0.1", "--out", str(tmp_path)]
+    assert cli.main(["sweep", *MAD_TOY, *rows, "--tier", "rows"]) == 0
+    content = json.loads((tmp_path / "mad_rows.json").read_text())
+    grid = {(run["lr"], run["decay"]): run for run in content["runs"]}
+    assert set(grid) == {(lr, decay) for lr in (1e-3, 0.1) for decay in (0.0, 0.1)}
+    assert (content["kind"], content["size"]) == ("mad_sweep", "mad-noisy")
+    assert (content["protocol"]["noise"], content["protocol"]["decays"]) == (0.2, [0.0, 0.1])
+    test = valid_source(sweep_runs.Spec("gla", "mad-noisy", 1e-3, 0, 4, changes=(
+        ("data.valid_slices", ((32, 1, 10),)),)).config())  # fmt: skip
+    test.split = "test"
+    asked = int((test.of(0, np.arange(10)).labels >= 0).sum())
+    for run in grid.values():
+        (part,) = run["test"]["slices"]
+        assert (part["length"], part["motif"], part["samples"], part["asked"]) == (32, 1, 10, asked)
+        assert run["scored"] == run["tokens"] == 4 * 8 * 31  # every next token is trained on
+        assert run["identity"]["system"] == "gla-projected"
+    assert grid[0.1, 0.0]["curve"] != grid[0.1, 0.1]["curve"]
+    best = max(grid, key=lambda at: (grid[at]["valid"]["accuracy"], -at[0], -at[1]))
+    assert (content["chosen"]["gla_projected"], content["chosen_decay"]["gla_projected"]) == best
+    assert cli.main(["sweep", *MAD_TOY, *rows, "--tier", "seeds", "--seeds", "1", "2"]) == 0
+    seeds = json.loads((tmp_path / "mad_seeds.json").read_text())
+    assert [(run["seed"], run["lr"], run["decay"]) for run in seeds["runs"]] == [(1, *best), (2, *best)]
+    more = ["--tier", "rows", "--set", "optimizer.weight_decay=0.2"]
+    assert cli.main(["sweep", *MAD_TOY, *rows, *more]) == 1
+
+
+def test_the_time_of_a_step_leaves_out_validation_and_an_estimate_comes_after_the_first(tmp_path, monkeypatch, capsys):
+    """By a clock that only training and validation move: a step takes 1 s, a look 100 s."""
+    clock = [0.0]
+    monkeypatch.setattr(sweep_runs.time, "perf_counter", lambda: clock[0])
+
+    def taking(seconds, method):
+        def wrapped(run, *args):
+            clock[0] += seconds
+            return method(run, *args)
+
+        return wrapped
+
+    monkeypatch.setattr(RecallRun, "advance", taking(1, RecallRun.advance))
+    monkeypatch.setattr(RecallRun, "look", taking(100, RecallRun.look))
+    rows = ["--tier", "rows", "--rows", "gla,gla_unit", "--rates", "0.01", "--out", str(tmp_path)]
+    assert cli.main(["sweep", *TOY, *rows]) == 0
+    said = capsys.readouterr().out
+    assert "gla: step 1 of 4, about 6:44 to go; all 2 rows about 13:28" in said  # 4 steps, 4 further looks
+    assert "gla: step 2 of 4" in said  # more than 20 s after the first line
+    assert "1000.00 ms a step of 1, without validation" in said
+    run = json.loads((tmp_path / "mqar_rows.json").read_text())["runs"][0]
+    assert (run["step_ms"], run["seconds"]) == (1000, 504)
+
+
 def test_test_samples_are_of_the_vocabulary_that_is_trained_on(tmp_path, monkeypatch):
     seen = []
-    made = sweep.test_data
+    made = sweep_runs.test_data
 
     def test_data(*arguments):
         seen.extend(made(*arguments))
         return made(*arguments)
 
-    monkeypatch.setattr(sweep, "test_data", test_data)
+    monkeypatch.setattr(sweep_runs, "test_data", test_data)
     more = ["--set", "data.recall_vocab_size=30", "--rows", "gla", "--rates", "0.01", "--tier", "rows"]
     assert cli.main(["sweep", *TOY, *more, "--out", str(tmp_path)]) == 0
     assert {len(x.inputs) for x in seen} == {10}
@@ -277,7 +350,7 @@ def test_a_file_keeps_the_runs_of_earlier_calls(tmp_path, capsys):
     assert call("rows", "--rows", "gla", "--rates", "0.01") == 0  # what others miss is not its fault
     found = content("rows")
     assert found["runs"] == first["runs"]
-    assert [sweep.Spec.row_of(name) for name in found["missing"]] == ["gla_unit"]
+    assert [sweep_runs.Spec.row_of(name) for name in found["missing"]] == ["gla_unit"]
     assert call("rows", "--rows", "gla_unit", "--rates", "0.003") == 0
     found = content("rows")
     assert [(run["row"], run["lr"]) for run in found["runs"]] == [("gla", 0.01), ("gla", 0.001), ("gla_unit", 0.003)]
@@ -338,7 +411,7 @@ def test_killed_it_goes_on_with_the_runs_that_are_missing(tmp_path, capsys):
 
 
 def test_a_row_that_fails_or_dies_does_not_take_the_others_with_it(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sweep, "work", work_that_errs)
+    monkeypatch.setattr(sweep_runs, "work", work_that_errs)
     rows = ["--tier", "rows", "--rows", "gla,gla_unit,ccq_gla", "--rates", "0.01", "--workers", "2"]
     assert cli.main(["sweep", *TOY, *rows, "--out", str(tmp_path)]) == 1
     content = json.loads((tmp_path / "mqar_rows.json").read_text())
@@ -369,10 +442,14 @@ def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):
         ),
         ("--tier rows --set seed=3", "give it with --seeds"),
         ("--tier rows --set steps=3", "give it with --steps"),
+        ("--tier rows --steps 0", "--steps: expected at least 1, got 0"),
+        ("--tier rows --workers -1", "--workers: expected at least 0, got -1"),
+        ("--tier rows --test-samples 0", "--test-samples: expected at least 1, got 0"),
+        ("--tier rows --size mad-noisy", "--size: expected one of mqar, mqar64, mqar256, mqar-overwrite, got"),
     ],
 )
 def test_mistakes_are_named(line, said, tmp_path, capsys):
-    assert cli.main(["sweep", "mqar", *line.split(), "--out", str(tmp_path), "--workers", "0"]) == 1
+    assert cli.main(["sweep", "mqar", "--workers", "0", *line.split(), "--out", str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
 
 

@@ -143,7 +143,7 @@ def free_port() -> int:
 
 def work_that_errs(connection, out, options):
     """A worker of a sweep in which one row raises and another one's process dies."""
-    from ccq.train import sweep
+    from ccq.train import sweep_runs as sweep
 
     real = sweep.train_together
 

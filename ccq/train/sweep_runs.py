@@ -1,0 +1,268 @@
+"""The runs of `ccq sweep`: those of a row side by side on one device, each on its own stream, rows in processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import json
+import multiprocessing
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from ccq.files import write_atomically
+from ccq.names import duration, first_line
+from ccq.systems import recipe_name
+from ccq.train import RunError
+
+TEST_SEED = 0  # the test samples are the same for all runs
+QUIET = 20  # seconds after which a row says how far it is
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run."""
+
+    row: str  # a system, with _ for -
+    size: str
+    lr: float
+    seed: int
+    steps: int
+    repeat: int = 0  # the same run once more
+    decay: float | None = None  # of the weights; None: the recipe's
+    changes: tuple[tuple[str, Any], ...] = ()  # fields of the recipe, by dotted name
+
+    @property
+    def name(self) -> str:
+        changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
+        where = f"-{changed}" * bool(changed)
+        decay = "" if self.decay is None else f"-wd{self.decay:g}"
+        rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
+        return f"{self.row}-{self.size}-lr{rate}{decay}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
+
+    @staticmethod
+    def row_of(name: str) -> str:
+        return name.partition("-")[0]
+
+    @staticmethod
+    def is_repeat(name: str) -> bool:
+        return "-r0" not in name
+
+    @staticmethod
+    def changed(name: str) -> str:
+        """The hash of its changes; "" where it has none."""
+        return re.split(r"-r\d+", name)[-1].lstrip("-")
+
+    def config(self) -> Any:
+        from ccq.recipes import recipe
+        from ccq.train.config import identified
+
+        config = recipe(recipe_name(self.row, self.size))
+        config.identity = dataclasses.replace(config.identity, repeat=self.repeat)
+        config.optimizer.lr, config.seed, config.steps = self.lr, self.seed, self.steps
+        if self.decay is not None:
+            config.optimizer.weight_decay = self.decay
+        config.runtime.validate_every = max(1, self.steps // 10 if self.steps <= 2_000 else self.steps // 20)
+        for name, value in self.changes:
+            *path, last = name.split(".")
+            part = functools.reduce(getattr, path, config)
+            if not hasattr(part, last):
+                raise RunError(f"--set {name}: a recipe has no such field")
+            setattr(part, last, value)
+        config.check()
+        return identified(config)
+
+
+def of_data(spec: Spec) -> Spec:
+    """What decides the data: the same for all rows, rates and decays."""
+    return dataclasses.replace(spec, row="gla", lr=1e-3, decay=None, repeat=0)
+
+
+@functools.cache
+def shared_data(spec: Spec, device: Any) -> Any:
+    """Of a seed, kept for the rows to come."""
+    from ccq.train.recall import RecallData
+
+    return RecallData.of(spec.config(), device)
+
+
+@functools.cache
+def test_data(spec: Spec, samples: int, device: Any) -> list:
+    from ccq.train.data import recall_source
+    from ccq.train.recall import samples_of
+
+    config = spec.config()
+    source = recall_source(config, tuple((*s[:2], samples) for s in config.data.valid_slices), "test")
+    return [x.to(device) for x in samples_of(source)]
+
+
+def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
+    """Train the runs in lockstep, each on its own stream, and write what each found."""
+    from ccq.train.recall import RecallRun
+    from ccq.train.recall_result import result
+    from ccq.train.world import pick_device
+
+    device = pick_device(options["device"], 0)
+    begin = time.perf_counter()
+    row = specs[0].row
+    say(f"{row}: {len(specs)} runs; on a GPU its kernels are compiled and tuned now")
+    runs = []
+    for spec in specs:
+        data = shared_data(of_data(spec), device)
+        run = RecallRun(spec.config(), device, data)
+        try:
+            run.start(capture=options["capture"])
+        except RuntimeError as error:
+            if run.stream is None or "captur" not in str(error).lower():
+                raise
+            say(f"{spec.name}: the step cannot be captured, so it runs launch by launch: {first_line(error)}")
+            run = RecallRun(spec.config(), device, data).start(capture=False)
+        runs.append(run)
+    ready = said = time.perf_counter()
+    say(f"{row}: {len(runs)} runs ready after {ready - begin:.0f} s")
+
+    steps, every = specs[0].steps, runs[0].config.runtime.validate_every
+    looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
+    training = looking = 0.0  # seconds of all runs
+
+    def passed(since: float) -> float:
+        for run in runs:
+            run.wait()
+        return time.perf_counter() - since
+
+    since = ready
+    for step in range(steps + 1):
+        if step % every == 0 or step == steps:
+            training += passed(since)
+            since = time.perf_counter()
+            for run in runs:
+                run.look()
+            looking += passed(since)
+            for run, seen in zip(runs, looks, strict=True):
+                seen.append((step, run.valid_right.tolist()))
+            since = time.perf_counter()
+        if step < steps:
+            for run in runs:
+                run.advance(step)
+        if step == 0 or (time.perf_counter() - said > QUIET and step + 1 < steps):
+            if step == 0:
+                left = passed(since) * steps + looking * (steps // every)
+            else:
+                left = (time.perf_counter() - ready) / (step + 1) * (steps - step - 1)
+            turns = -(-options["groups"] // max(1, options["workers"]))
+            all_of_them = f"; all {options['groups']} rows about {duration(left * turns)}" if turns > 1 else ""
+            say(f"{row}: step {step + 1:,} of {steps:,}, about {duration(left)} to go{all_of_them * (step == 0)}")
+            said = time.perf_counter()
+    seconds, each = time.perf_counter() - ready, training / steps * 1e3
+    for spec, run, seen in zip(specs, runs, looks, strict=True):
+        with run.on_stream():
+            tests = test_data(dataclasses.replace(of_data(spec), seed=TEST_SEED), options["test_samples"], device)
+        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, seen, tests)}
+        found |= {"seconds": round(seconds, 2), "step_ms": round(each, 3), "side_by_side": len(runs)}
+        found |= {"captured": run.captured} | ({} if spec.decay is None else {"decay": spec.decay})
+        write_atomically(out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
+        say(
+            f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
+            f"loss {found['curve']['loss'][-1]:.3f}, {each:.2f} ms a step of {len(runs)}, without validation"
+        )
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def attempt(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> str | None:
+    """Train them; what went wrong, if anything did."""
+    try:
+        train_together(specs, out, options)
+        gc.collect()  # graphs of finished runs hold memory
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
+    """A worker process: rows come through the connection until there are no more; after an error it leaves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
+        wrong = None
+        while wrong is None and (specs := connection.recv()) is not None:
+            wrong = attempt(specs, out, options)
+            connection.send(wrong)
+
+
+def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """Every group by some worker; returns the runs that failed. Stops at `deadline` (time.monotonic)."""
+    failed: list[dict[str, Any]] = []
+
+    def fail(specs: Sequence[Spec], error: str) -> None:
+        for spec in specs:
+            say(f"{spec.name} failed: {error}")
+            failed.append({"name": spec.name, "row": spec.row, "lr": spec.lr, "seed": spec.seed,
+                           "repeat": spec.repeat, "error": error})  # fmt: skip
+
+    todo = list(groups)
+    if options["workers"] == 0:
+        while todo and time.monotonic() < deadline:
+            specs = todo.pop(0)
+            if wrong := attempt(specs, out, options):
+                fail(specs, wrong)
+        return failed
+
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    workers: list[Any] = []
+    busy: dict[Any, tuple[Any, list[Spec]]] = {}
+
+    def hire() -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, out, options), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append(process)
+        give(ours, process)
+
+    def give(connection: Any, process: Any) -> None:
+        busy.pop(connection, None)
+        connection.send(todo[0] if todo else None)
+        if todo:
+            busy[connection] = (process, todo.pop(0))
+
+    try:
+        for _ in range(min(options["workers"], len(todo))):
+            hire()
+        while busy:
+            left = deadline - time.monotonic()
+            ready: list[Any] = wait(list(busy), timeout=max(0.0, min(left, 5.0)))
+            if left <= 0:
+                say("the time is up")
+                break
+            for connection in ready:
+                process, given = busy[connection]
+                try:
+                    wrong = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    process.join(10)
+                    wrong = f"its process died (exit code {process.exitcode})"
+                if wrong is None:
+                    give(connection, process)
+                    continue
+                fail(given, wrong)
+                del busy[connection]
+                if todo:
+                    hire()
+    finally:
+        for process in workers:
+            process.terminate()
+        for process in workers:
+            process.join(10)
+    return failed
