@@ -220,8 +220,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
              "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
 }  # fmt: skip
 # of MAD: two blocks of mixer and SwiGLU; Mamba2, which has no MLP, twice the mixers
-_MAD = {"layers": (2, 2, 4), "hidden_size": 128, "intermediate_size": 352, "num_heads": 1, "key_size": 128,
-        "value_size": 128, "state_size": 64, "head_size": 64}  # fmt: skip
+_MAD = {"layers": (2, 2, 4), "hidden_size": 128, "intermediate_size": 352, "num_heads": 8, "key_size": 16,
+        "value_size": 16, "state_size": 64, "head_size": 64}  # fmt: skip
 _SHAPES |= {"mad-noisy": _MAD | {"vocab_size": 32}, "mad-fuzzy": _MAD | {"vocab_size": 16}}
 _WIDTHS = {"mqar256": 256, "mqar": 128, "mqar-overwrite": 128, "mqar64": 64}  # of zoology's recall models
 

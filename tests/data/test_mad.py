@@ -143,6 +143,7 @@ def test_recipes_are_the_published_baselines():
         assert (config.steps, config.optimizer.betas, config.optimizer.clip) == (200 * 100, (0.9, 0.999), None)
         model = config.model
         assert (model.hidden_size, model.num_hidden_layers, model.intermediate_size) == (128, 2, 352)
+        assert (model.num_heads, model.key_size, model.value_size) == (8, 16, 16)
         assert (train_source(config).split, valid_source(config).split) == ("train", "valid")
         assert train_source(config).noise == noise
 

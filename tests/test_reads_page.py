@@ -1,0 +1,78 @@
+"""docs/reads.md: its numbers are those of the study's files, of the package's steps and of closed forms."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ccq.files import read_text
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "reads.md").read_text()
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("read_gains", ROOT / "benchmarks" / "read_gains.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GAINS = script()
+
+
+def log(row):
+    path = ROOT / "benchmarks" / "study" / f"{row}-seed0" / "log.jsonl"
+    return [json.loads(line) for line in read_text(path).splitlines()]
+
+
+def angle(row):
+    last = [line["angle"] for line in log(row) if "angle" in line][-1]
+    return sum(last) / len(last)
+
+
+def perplexity(row):
+    return [line["valid_perplexity"] for line in log(row) if "valid_perplexity" in line][-1]
+
+
+def gain(read, total):
+    """What a read of the figure leaves at the largest eigenvalue."""
+    return float(GAINS.READS[read][2](GAINS.spectrum(total))[0])
+
+
+def test_numbers_on_the_page_hold():
+    sentences = re.findall(r"<!-- holds: (.+?) -->", PAGE)
+    assert len(sentences) >= 6
+    for sentence in sentences:
+        assert eval(sentence, {"angle": angle, "perplexity": perplexity, "gain": gain}), sentence
+    assert len(PAGE.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
+def test_gains_are_those_of_a_matrix(lam):
+    """Sigma written out in a turned basis, in which the query has its components."""
+    values = GAINS.spectrum(0.9)
+    size = len(values)
+    turn = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    sigma, q = turn @ torch.diag(values) @ turn.T, turn @ torch.full((size,), size**-0.5, dtype=torch.float64)
+    y = sigma @ q
+    for step, along in (("scaled", 1.0), ("projected", (q @ y) / (y @ y))):
+        expected = turn.T @ (q - lam * along * y) * size**0.5
+        torch.testing.assert_close(GAINS.gains(values, step, lam), expected, rtol=1e-6, atol=1e-6)
+    solved = torch.linalg.solve(sigma + 0.02 * torch.eye(size), q)
+    torch.testing.assert_close(GAINS.ridge(values), turn.T @ (0.02 * solved) * size**0.5)
+
+
+def test_systems_and_options_of_the_page_are_there():
+    from ccq.model import CCQConfig
+    from ccq.systems import SYSTEMS
+
+    table = PAGE[PAGE.index("| read | q_clean") : PAGE.index("lam is between")]
+    for name in re.findall(r"`((?:gla|ccq|gated)[\w-]*)`", PAGE):
+        assert name in SYSTEMS or name.startswith("ccq-*"), name
+    for option in re.findall(r"`(\w+=[^`,]+)`", table):
+        eval(f"CCQConfig(clean=True, {option})" if "clean" not in option else f"CCQConfig({option})")
+    assert CCQConfig(clean=True, covariance_decay="learned").covariance_decay == "learned"
