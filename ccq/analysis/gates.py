@@ -55,6 +55,8 @@ def measure(
 
     def read(read: Read) -> None:
         if read.lam is not None:
+            assert read.cleaner is not None
+            assert read.cleaner.angle is not None
             lam, angle = (x.double().cpu().numpy() for x in (read.lam, read.cleaner.angle[0]))
             for place, mask in places.items():
                 sums[place][read.layer] += lam[mask].sum(0)
