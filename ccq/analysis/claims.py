@@ -17,6 +17,7 @@ from ccq.report.claims import (
     decide,
     interval,
     judged,
+    needed,
     of_enough_seeds,
     sample_difference,
     together,
@@ -100,7 +101,7 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
     sources = [s for s in found.of("analysis", "gate") if "lam" in s.content]
     if not sources:
         return Verdict(NOT_RUN, "`ccq analyze gate` was not run")
-    parts, verdicts = [], []
+    parts, verdicts, needs = [], [], []
     for label, mine in by_model(sources).items():
         runs: dict[int | None, list[Source]] = {}  # a model that was analysed twice, or trained again, is one run
         for source in mine:
@@ -114,13 +115,14 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
         }  # fmt: skip
         further = [retrieval - text for seed, (retrieval, text) in means.items() if seed is not None]
         verdicts.append((len(further), decide(further, "higher", LEAST_GATE)))
+        needs.append(needed(further, "higher", LEAST_GATE))
         retrieval, text = (mean(column) for column in zip(*means.values(), strict=True))
         name, count = (label, f" ({len(further)} seeds)") if len(further) > 1 else (mine[0].title, "")
         if bounds := seed_interval(further):
             count = f", {interval(bounds, 3)} further over {len(further)} seeds"
         texts = " and ".join(dict.fromkeys(text_of_gate(source) for source in mine))
         parts.append(f"{name}: {retrieval:.3f} against {text:.3f} on {texts}{count}")
-    return Verdict(*of_enough_seeds(verdicts), "; ".join(parts), sources)
+    return Verdict(*of_enough_seeds(verdicts), "; ".join(parts), sources, needs=max(needs) if all(needs) else 0)
 
 
 def intervention(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
@@ -155,7 +157,8 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
             parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
         if (bounds := list(switched(runs).values())) and all(bounds):
             parts.append(f"{mine[0].subject}, from {SWITCHED_FROM:,} tokens on: {within(bounds)}")
-    return Verdict(*of_enough_seeds(verdicts), "; ".join(parts), distinct(changes))
+    needs = SEEDS if all(count < SEEDS for count, _ in verdicts) else 0
+    return Verdict(*of_enough_seeds(verdicts), "; ".join(parts), distinct(changes), needs=needs)
 
 
 def switched(runs: list[tuple[int | None, dict[str, float]]]) -> dict[str, Interval | None]:

@@ -1,4 +1,4 @@
-"""The claims of claims.toml judged on the results at hand: holds, does not, not enough runs, not testable, not run."""
+"""The claims of claims.toml judged on the results at hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
 from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.statistics import chance, holm
+from ccq.evaluate.statistics import chance, error_of_mean, holm, student
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper
 from ccq.report.results import (
@@ -32,7 +32,8 @@ from ccq.report.results import (
 from ccq.report.table import change, plural, scale_label, signed
 from ccq.systems import SIZES, SYSTEMS, Identity
 
-HOLDS, FAILS, FEW, UNTESTABLE, NOT_RUN = "holds", "does not", "not enough runs", "not testable", "not run"
+HOLDS, FAILS, FEW, UNTESTABLE, NOT_RUN = "supported", "not supported", "undecided", "not testable here", "not run"
+MOST = 100  # seeds that an undecided claim may be said to need
 LEAST = {"higher": 1.0, "lower": 0.1}  # gain that counts: a point of accuracy; of perplexity, the only score to fall
 
 
@@ -49,6 +50,11 @@ class Verdict:
     paper: str = ""
     tests: int = 0  # claims about scores that were tested with it
     survives: bool = False  # Holm's correction for that many
+    needs: int = 0  # seeds of each that would decide it; 0: not known, or more than MOST
+
+    @property
+    def named(self) -> str:
+        return f"{self.verdict} (needs {self.needs} seeds)" if self.verdict == FEW and self.needs else self.verdict
 
     @property
     def quality(self) -> bool:
@@ -60,7 +66,7 @@ class Verdict:
         if self.chance is None or self.chance > 0.05:
             return self.detail
         holds = "survives" if self.survives else "does not survive"
-        return f"{self.detail}; p = {self.chance:.2g}, {holds} Holm's correction for {self.tests} tests"
+        return f"{self.detail}; p = {self.chance:.2g}, {holds} Holm's correction for {plural(self.tests, 'test')}"
 
 
 @functools.cache
@@ -134,11 +140,12 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
         return every(chosen, better)
     verdict, detail = decide(chosen.differences, better, LEAST[better])
     p = chance(chosen.differences) if len(chosen.differences) >= SEEDS else None
-    return Verdict(verdict, detail + chosen.quick, str(chosen), chosen.sources, chance=p)
+    needs = needed(chosen.differences, better, LEAST[better])
+    return Verdict(verdict, detail + chosen.quick, str(chosen), chosen.sources, chance=p, needs=needs)
 
 
 def every(chosen: Pairing, better: str) -> Verdict:
-    """Each score by itself: holds where all do, does not where one does not."""
+    """Each score by itself: supported where all are, not supported where one is not."""
     pairs = [list(found.values()) for found in chosen.known.values()]
     counts = Counter(decide(differences, better, LEAST[better])[0] for differences in pairs)
     means = [mean(differences) for differences in pairs]
@@ -153,7 +160,10 @@ def every(chosen: Pairing, better: str) -> Verdict:
     detail = f"one by one: {', '.join(f'{v} on {counts[v]}' for v in (HOLDS, FAILS, FEW) if counts[v])}"
     # all must be told from zero, so the weakest counts
     p = max(map(chance, pairs)) if min(map(len, pairs)) >= SEEDS else None
-    return Verdict(verdict, detail + chosen.quick, ours, chosen.sources, chance=p)
+    needs = [needed(differences, better, LEAST[better]) for differences in pairs]
+    return Verdict(
+        verdict, detail + chosen.quick, ours, chosen.sources, chance=p, needs=max(needs) if all(needs) else 0
+    )
 
 
 def within(bounds: list[Interval | None]) -> str:
@@ -261,14 +271,32 @@ def decide(differences: Sequence[float], better: str, least: float) -> tuple[str
     below `least` does.
 
     >>> decide([3.0, 3.1, 2.9], "higher", 1.0)[0], decide([-3.0, -3.1, -2.9], "higher", 1.0)[0]
-    ('holds', 'does not')
+    ('supported', 'not supported')
     >>> decide([0.2, -0.1, 0.1], "higher", 1.0)[0], decide([9.0, -9.0, 1.0], "higher", 1.0)[0]
-    ('does not', 'not enough runs')
+    ('not supported', 'undecided')
     """
     bounds = seed_interval([-x if better == "lower" else x for x in differences])
     if bounds is None:
         return FEW, f"an interval over seeds takes {SEEDS} runs of each"
     return judged(bounds, least, "over seeds")
+
+
+def needed(differences: Sequence[float], better: str, least: float) -> int:
+    """Seeds that would decide if more of them came out as these did, with their mean and spread; 0 above MOST.
+
+    >>> needed([3.0, -1.0, 3.0], "higher", 1.0), needed([3.0], "higher", 1.0), needed([3.0, 3.1, 2.9], "higher", 1.0)
+    (10, 3, 3)
+    """
+    have = len(differences)
+    if have < SEEDS:
+        return SEEDS
+    middle = mean(differences) if better == "higher" else -mean(differences)
+    spread = error_of_mean(differences) * math.sqrt(have)
+    for seeds in range(have, MOST + 1):
+        half = student(seeds - 1) * spread / math.sqrt(seeds)
+        if judged((middle - half, middle + half), least, "")[0] != FEW:
+            return seeds
+    return 0
 
 
 def judged(bounds: Interval, least: float, over: str) -> tuple[str, str]:
@@ -306,8 +334,8 @@ def cost(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
 
 
 def together(verdicts: list[tuple[str, str]], what: str = "model") -> tuple[str, str]:
-    """Of each model by itself: holds where it does for all, does not where it does not for one. What cannot be tested
-    counts where nothing else can."""
+    """Of each model by itself: supported where it is for all, not supported where it is not for one. What cannot be
+    tested counts where nothing else can."""
     told = [v for v in verdicts if v[0] != UNTESTABLE] or verdicts
     if len(told) == 1:
         return told[0]

@@ -202,8 +202,7 @@ def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
     tried = [v for v in verdicts if v.quality and v.verdict != NOT_RUN]
     decided = [v for v in tried if v.verdict in (HOLDS, FAILS)]
     shown = [v for v in verdicts if v in decided or (v.claim.get("headline") and v.verdict != NOT_RUN)] or tried[:4]
-    words = {v: v.capitalize() for v in SIGNS} | {FAILS: "Does not hold"}
-    items = [f"**{words[v.verdict]}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]
+    items = [f"**{v.named.capitalize()}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]
     if not tried:
         lead = (
             "**These results are too few to say.** No claim about what CCQ gains is judged by what is here: that takes "
@@ -211,17 +210,13 @@ def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
         )
         return {"lead": lead + (" What they do say:" if items else ""), "listed": items}
     count = Counter(v.verdict for v in tried)
-    verbs = ((HOLDS, "holds", "hold"), (FAILS, "does not", "do not"), (FEW, "needs more runs", "need more runs"),
-             (claims.UNTESTABLE, "cannot be tested at this size", "cannot be tested at this size"))  # fmt: skip
-    said = [
-        f"{count[verdict]} {one if count[verdict] == 1 else many}" for verdict, one, many in verbs if count[verdict]
-    ]
+    said = [f"{count[v]} {'is' if count[v] == 1 else 'are'} {v}" for v in SIGNS if count[v]]
     lead = f"**Of {plural(len(tried), 'claim')} about quality that were tried here, {', '.join(said)}.** "
     if held := [v for v in tried if v.verdict == HOLDS]:
         survive = sum(v.survives for v in held)
         lead += (
-            f"Each is tested at 95% by itself: of {plural(len(held), 'claim')} that hold, {survive or 'none'} "
-            f"survive{'s' if survive == 1 or not survive else ''} Holm's correction for {held[0].tests} tests. "
+            f"Each is tested at 95% by itself: of {plural(len(held), 'supported claim')}, {survive or 'none'} "
+            f"survive{'s' if survive < 2 else ''} Holm's correction for {plural(held[0].tests, 'test')}. "
         )
     lead += "What is decided, and the main ones:" if decided else "The main ones:"
     return {"lead": lead, "listed": items}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
-from ccq.report.claims import LEAST, NOT_RUN, Verdict
+from ccq.report.claims import LEAST, MOST, NOT_RUN, Verdict
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Column, Paper, leader
 from ccq.report.paper import Table as PaperTable
@@ -282,7 +282,7 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         cells = [
             Cell(verdict.paper, kind="paper"),
             Cell(ours, hover=hover, kind="ours"),
-            Cell(verdict.verdict, verdict.why, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
+            Cell(verdict.named, verdict.why, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
         ]
         return Row(Cell(says), cells)
 
@@ -292,18 +292,21 @@ def claims_table(verdicts: list[Verdict]) -> Table:
     if left:
         blocks.append(Block("Not run", [row(v, v.says) for v in left], folded=True))
     notes = [
-        "Claims about scores are judged on paired differences, seed by seed: **holds** where their 95% interval over "
-        "seeds (Student's t, three runs or more) lies on the claimed side; **does not** where it leaves out any gain "
-        f"that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else **not enough "
-        "runs**; **not testable** where neither gets any right, both get all, or they were trained for unequal tokens. "
-        "Repeats of a seed, of either side, are averaged into it before. Claims about cost hold where both backbones "
-        "are measured, at the paper's batch and length, and it is no more than the paper's on either.",
+        "Claims about scores are judged on paired differences, seed by seed: **supported** where their 95% interval "
+        "over seeds (Student's t, three seeds or more) lies on the claimed side; **not supported** where it leaves out "
+        f"any gain that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else "
+        f"**undecided**, with the number of seeds, up to {MOST}, that would decide if more came out as these did; "
+        "**not testable here** where neither gets any right, both get all, or they were trained for unequal tokens or "
+        "asked otherwise. Repeats of a seed, of either side, are averaged into it before. Claims about cost are "
+        "supported where both backbones are measured, at the paper's batch and length, and it is no more than the "
+        "paper's on either.",
         "Alignment is judged model by model on the 95% interval over prompts (Student's t), at every layer or in the "
-        f"mean over layers: **holds** where it is below zero, **does not** where it leaves out a gap of {LEAST_GAP:g} "
-        "below zero, in one model; **not testable** where a head has no more than the top directions. The gate is "
-        f"judged as scores are, a gain of {LEAST_GATE:g} counting. Switching off **holds** where at every length of "
-        f"{SWITCHED_FROM:,} tokens and more at which a model finds any the interval over seeds is within the paper's "
-        "bound, **does not** where it lies beyond at one, and is **not testable** where there is no such length.",
+        f"mean over layers: **supported** where it is below zero, **not supported** where it leaves out a gap of "
+        f"{LEAST_GAP:g} below zero, in one model; **not testable here** where a head has no more than the top "
+        f"directions. The gate is judged as scores are, a gain of {LEAST_GATE:g} counting. Switching off is "
+        f"**supported** where at every length of {SWITCHED_FROM:,} tokens and more at which a model finds any the "
+        "interval over seeds is within the paper's bound, **not supported** where it lies beyond at one, and **not "
+        "testable here** where there is no such length.",
     ]
     if tests := max((v.tests for v in verdicts), default=0):
         notes.append(

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ccq import cli
 from ccq.analysis import KINDS, capture
+from ccq.analysis.errors import AnalysisError
 from ccq.model import CCQConfig, CCQForCausalLM
 
 
@@ -142,4 +143,24 @@ def test_a_name_that_is_no_folder_is_said_to_be_none_first(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read when it was imported
     assert cli.main(["analyze", "alignment", "no-such-model-at-all"]) == 1
-    assert capsys.readouterr().err.startswith("ccq analyze: there is no folder no-such-model-at-all, and")
+    assert capsys.readouterr().err.startswith("ccq analyze: there is no model 'no-such-model-at-all': no folder here")
+
+
+def test_a_prompt_past_learned_positions_is_refused_in_a_sentence(tmp_path, tokenizer, capsys):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=96)
+    for name, model_type in (("known", "gpt2"), ("unknown", "not in any list")):
+        model = GPT2LMHeadModel(config).eval()
+        model.config.model_type = model_type
+        with pytest.raises(AnalysisError, match=r"has 100 tokens, and GPT2LMHeadModel has learned positions for 96"):
+            capture.run(model, [1] * 100)
+        capture.run(model, [1] * 96)
+        with pytest.raises(IndexError):  # something else is wrong with it
+            capture.run(model, [10**6])
+        model.config.model_type = "gpt2"
+        model.save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / "known")
+    arguments = ["analyze", "alignment", str(tmp_path / "known"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert cli.main([*arguments, "--variants", "3", "--sentences", "20"]) == 1
+    assert "it cannot take more. Give fewer --sentences" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

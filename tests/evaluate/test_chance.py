@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccq.evaluate.statistics import chance, holm
+from ccq.evaluate.statistics import average, chance, holm, redrawn, resampled
 from ccq.report.results import seed_interval
 
 
@@ -28,3 +29,19 @@ def test_holm_lies_between_each_by_itself_and_bonferroni(chances):
     assert all(kept for p, kept in zip(chances, survive, strict=True) if p <= 0.05 / len(chances))
     assert all(p >= q for p, left in zip(chances, survive, strict=True) if not left
                for q, kept in zip(chances, survive, strict=True) if kept)  # fmt: skip
+
+
+def test_resamples_depend_on_their_seed_and_on_nothing_else():
+    units = [(float(n % 3), 1.0) for n in range(40)]
+    for draw in (lambda seed: resampled(units, seed), lambda seed: redrawn(9, 4, 40, seed)):
+        assert np.array_equal(draw(1), draw(1))
+        first, second = (draw(seed).reshape(2000, -1)[:, 0] for seed in (0, 1))
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.1
+
+
+def test_groups_of_an_average_go_up_and_down_apart():
+    """Of two groups of one size the interval of the mean is narrower by the root of two, not as wide as of one."""
+    rows = [{"id": str(n), "score": n % 7} for n in range(200)]
+    widths = [np.diff(average(dict.fromkeys(names, rows))["interval"])[0] for names in ("a", "ab", "abcd")]
+    assert widths[0] / widths[1] == pytest.approx(2**0.5, rel=0.08)
+    assert widths[0] / widths[2] == pytest.approx(2, rel=0.08)

@@ -11,6 +11,7 @@ import pytest
 
 from ccq.evaluate import EvaluationError, Options, evaluate, harness
 from ccq.evaluate.requests import RequestSet
+from ccq.evaluate.results import tokenizer_hash
 
 
 def own_model():
@@ -111,6 +112,34 @@ def test_texts_longer_than_max_length_lose_their_beginning(llama, tokenizer, dat
         for output, sample in zip(mine, told["samples"][task], strict=True):
             expected = [x[0] if isinstance(x, (list, tuple)) else x for x in sample["filtered_resps"]]
             assert output == pytest.approx(expected, abs=1e-4, rel=1e-7)
+
+
+def test_a_tokenizer_with_a_bos_of_its_own_asks_as_the_harness_does(llama, tokenizer, data, tmp_path):
+    """Texts then begin with it once, a context that is empty is it alone, and no continuation gains one."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    raw = tokenizer.backend_tokenizer.__class__.from_str(tokenizer.backend_tokenizer.to_str())
+    bos = raw.token_to_id("!")
+    raw.post_processor = TemplateProcessing(single="! $A", special_tokens=[("!", bos)])
+    mine = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="!", eos_token="<|end|>", model_max_length=10**9)
+    assert mine("the bird").input_ids[0] == bos
+    tasks = ("piqa", "hellaswag", "lambada_openai", "wikitext")
+    options = options_of(tmp_path, data, tasks=tasks)
+    ours = evaluate(llama, mine, "lm", options)
+    asked = RequestSet.load(tmp_path / "requests" / "lm.npz")
+    assert {asked.of(request)[0] for request in asked.requests if request.length < 97} == {bos}
+    assert all(bos not in asked.of(request)[max(request.context, 2) :] for request in asked.requests)
+    theirs = own_model()(pretrained=llama, tokenizer=mine, max_length=96, batch_size=3, device="cpu")
+    told = harness.evaluate(theirs, options, list(tasks), [96])
+    rows = [json.loads(line) for line in (tmp_path / "lm.jsonl").read_text().splitlines()]
+    for task, samples in told["samples"].items():
+        group = {"wikitext_96": "wikitext/96/word_perplexity"}.get(task, task)
+        outputs = [row["output"] for row in rows if row["group"] == group]
+        for output, sample in zip(outputs, samples, strict=True):
+            expected = [x[0] if isinstance(x, (list, tuple)) else x for x in sample["filtered_resps"]]
+            assert output == pytest.approx(expected, abs=1e-4, rel=1e-7)
+    assert ours["tokenizer"]["hash"] != tokenizer_hash(tokenizer)
 
 
 def test_wikitext_at_two_lengths_side_by_side(llama, tokenizer, data, tmp_path):

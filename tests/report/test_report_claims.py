@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from made_results import evaluation, identity, origin, text_run, training_run
@@ -60,6 +61,24 @@ def test_verdicts(tmp_path, cleaned, plain, verdict):
     assert found[PASSKEY].paper == "+45.40 at 500M, +49.00 at 1.3B (Table 3)"
     assert f"{sum(cleaned) / len(cleaned) - sum(plain) / len(plain):+.2f}".replace("-", "−") in found[PASSKEY].ours
     assert found[CONTROL].verdict == claims.NOT_RUN
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 5.0, 90.0])
+@pytest.mark.parametrize(("middle", "better"), [(1.5, "higher"), (-1.5, "lower"), (0.2, "higher"), (-3.0, "higher")])
+def test_so_many_seeds_decide_if_they_come_out_as_these_did(spread, middle, better):
+    def of(count):
+        """`count` differences of this mean and deviation."""
+        values = [(-1.0) ** n for n in range(count)]
+        values[-1] *= count % 2 == 0
+        scale = spread / math.sqrt(sum(x * x for x in values) / (count - 1))
+        return [middle + scale * x for x in values]
+
+    needs = claims.needed(of(3), better, 1.0)
+    decided = [n for n in range(3, claims.MOST + 1) if claims.decide(of(n), better, 1.0)[0] != claims.FEW]
+    assert needs == (decided[0] if decided else 0)
+    named = claims.Verdict(claims.FEW, needs=needs).named
+    assert named == (f"undecided (needs {needs} seeds)" if needs else "undecided")
+    assert claims.Verdict(claims.HOLDS, needs=needs).named == "supported"
 
 
 def test_pairs_are_seed_by_seed(tmp_path):
@@ -136,6 +155,18 @@ def test_what_holds_for_every_corpus_is_judged_one_by_one(tmp_path, changed, ver
     found = judged(tmp_path)["CCQ-GLA has lower perplexity than GLA at 20K on every corpus"]
     assert found.verdict == verdict
     assert told in found.ours
+
+
+def test_every_score_must_be_told_from_zero_and_one_that_is_not_is_enough():
+    lower, open_, higher = (dict(enumerate(x)) for x in ((-3.0, -3.1, -2.9), (5.0, -5.0, 0.0), (3.0, 3.1, 2.9)))
+    for parts, verdict in (
+        ((lower, lower), claims.HOLDS),
+        ((lower, open_), claims.FEW),
+        ((open_, higher), claims.FAILS),
+    ):
+        known = dict(zip("ab", parts, strict=True))
+        pairing = SimpleNamespace(known=known, where=list(known), where_trained="nano", quick="", sources=[])
+        assert claims.every(pairing, "lower").verdict == verdict
 
 
 def test_the_interval_over_samples_is_that_of_ccq_compare(tmp_path):

@@ -200,6 +200,19 @@ def test_what_the_command_writes_is_read(tmp_path):
         assert results.estimate(row, RECALL).value == pytest.approx(100 * best["test"]["accuracy"], abs=1e-3)
 
 
+def test_doubts_of_two_sets_of_samples_add_up_in_squares(tmp_path):
+    """A sweep does not keep which samples were right: the difference is as of two sets drawn apart."""
+    sweep(tmp_path / "x.json", [recall_run(row, 3.16e-3, 1, 2000) for row in ("gla", "ccq_gla")], "seeds")
+    results = Results(collect([tmp_path]))
+    control, row = sorted(results.rows("recall"), key=lambda row: row.system, reverse=True)
+    half = [np.diff(results.estimate(each, RECALL).over_samples)[0] / 2 for each in (row, control)]
+    pairing = claims.Pairing(results, row, control, [RECALL])
+    low, high = pairing.over_samples()
+    assert (low + high) / 2 == pytest.approx(pairing.differences[0])
+    assert (high - low) / 2 == pytest.approx(math.sqrt(half[0] ** 2 + half[1] ** 2))
+    assert (high - low) / 2 > max(half)
+
+
 def test_where_both_answer_all_nothing_is_tested(tmp_path):
     runs = [
         recall_run(row, 3.16e-3, seed, 2000) for row in ("gated_deltanet", "ccq_gated_deltanet") for seed in (1, 2, 3)
