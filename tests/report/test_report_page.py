@@ -223,7 +223,7 @@ def test_what_the_reader_came_for_stands_first(page, parsed):
     rows = [row for block in page.tables["claims"].blocks if not block.folded for row in block.rows]
     quality = [row for row in rows if any(row.label.text.endswith(words) for words in says)]
     held = [row for row in quality if row.cells[2].text == claims.HOLDS]
-    assert f"Of {len(quality)} claims about quality that were tried here, {len(held)} hold" in parsed.words
+    assert f"Of {len(quality)} claims about quality that were tried here, {len(held)} are supported" in parsed.words
     survive = sum(", survives Holm's correction" in row.cells[2].small for row in held)
     assert f"of {len(held)} claims that hold, {survive or 'none'} survive" in parsed.words
     assert "Repeats of a seed, of either side, are averaged into it" in parsed.words
