@@ -28,7 +28,7 @@ BROWN, OLIVE = "#7a4a2b", "#8a8a00"  # two more than the palette has
 COLOURS = {INK: "ink", BLUE: "blue", SKY: "sky", GREEN: "green", ORANGE: "orange", RED: "red", PURPLE: "purple",
            GREY: "grey", BROWN: "brown", OLIVE: "olive"}  # names in report/style.css  # fmt: skip
 FAMILIES = {"gla": BLUE, "gated-deltanet": RED, "mamba2": PURPLE, "transformer": GREY, "linear-attention": GREEN,
-            "retnet": SKY, "deltanet": ORANGE, "kda": BROWN, "mesa": OLIVE}  # fmt: skip
+            "retnet": SKY, "deltanet": ORANGE, "kda": BROWN, "mesa-30": OLIVE}  # fmt: skip
 OTHERS = ((INK, "--"), (INK, ":"), (INK, "-."), (GREEN, "-."), (SKY, ":"))  # models that are not ours
 Dashes = str | tuple[int, tuple[int, ...]]
 # of variants, which keep the marker of their system, hollow

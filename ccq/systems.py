@@ -50,7 +50,7 @@ class System:
     def family(self) -> str:
         """The plain system of its backbone: one colour a family."""
         mixer = self.options["mixer"]
-        return "transformer" if mixer == "attention" else mixer.replace("_", "-")
+        return {"attention": "transformer", "mesa": "mesa-30"}.get(mixer, mixer.replace("_", "-"))
 
     def over(self, size: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a model: those of its size, and the system's over them."""
@@ -64,6 +64,7 @@ _GLA, _LINEAR, _RETNET = {"mixer": "gla"}, {"mixer": "linear_attention"}, {"mixe
 _HEDGEHOG = {"mixer": "gla", "feature_map": "hedgehog"}
 _GDN = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
 _KDA = {"mixer": "kda", "conv_size": 4, "unit_qk": True}
+_MESA = {"mixer": "mesa", "conv_size": 4, "unit_qk": True}
 _DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
 _MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
 _UNIT, _CLEAN = {"unit_qk": True}, {"clean": True}  # what a control and CCQ add to a backbone
@@ -159,6 +160,10 @@ _ALL = (
     System("kda-projected-decay", "KDA, projected read with decay",
            "the projected read over a covariance that forgets as KDA does, the mean of its channels",
            _KDA | _PROJECTED | _DECAYED, ("-", "^"), "kda"),
+    System("mesa-30", "MesaNet, 30 steps", "MesaNet: reads with (H + Lambda)^-1 q by 30 steps of conjugate gradient",
+           _MESA | {"cg_steps": 30}, _PLAIN_LINE),
+    System("mesa-2", "MesaNet, 2 steps", "MesaNet by two steps, which span what one projected step does",
+           _MESA | {"cg_steps": 2}, (":", "s")),
     System("mamba2-unit", "Unit-norm Mamba2", "the control of CCQ-Mamba2", _MAMBA2 | _UNIT, _UNIT_LINE),
     System("ccq-mamba2", "CCQ-Mamba2", "Mamba-2 + CCQ", _MAMBA2 | _CLEAN, _CCQ_LINE, "mamba2-unit"),
     System("mamba2-projected-decay", "Mamba2, projected read with decay",

@@ -29,7 +29,7 @@ NOT_HASHED = ("transformers_version", "identity", "recall", "logits_with_loss")
 # options that came after 0.1: at these values a model is what it was, and so is its hash
 AS_BEFORE = [
     ("step", "scaled"), ("steps", 1), ("covariance_decay", "none"),
-    ("direction", "covariance"), ("learned_scale", False),
+    ("direction", "covariance"), ("learned_scale", False), ("cg_steps", 30),
 ]  # fmt: skip
 
 

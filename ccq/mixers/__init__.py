@@ -8,6 +8,7 @@ from ccq.mixers.gla import GatedLinearAttention
 from ccq.mixers.kda import KimiDeltaAttention
 from ccq.mixers.linear_attention import DeltaNet, LinearAttention, RetNet
 from ccq.mixers.mamba2 import Mamba2
+from ccq.mixers.mesa import Mesa
 
 __all__ = [
     "MIXERS",
@@ -19,6 +20,7 @@ __all__ = [
     "LayerState",
     "LinearAttention",
     "Mamba2",
+    "Mesa",
     "Mixer",
     "QueryCleaner",
     "RetNet",

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
 
 # Of one layer: tensors whose first dimension is N, and a CovarianceState under "covariance". A pytree.
-#   "recurrent" [N, H, K, V]   "conv" [N, C, W-1]   "covariance" CovarianceState   "k", "v" [N, L, H, K]   "length" [N]
+#   "recurrent" [N, H, K, V] (of Mesa [N, H, K, K + V])   "conv" [N, C, W-1]   "covariance" CovarianceState
+#   "k", "v" [N, L, H, K]   "length" [N]
 LayerState = dict[str, Any]
 
 

@@ -35,6 +35,7 @@ class KeyValueMixer(Mixer):
 
     silu = False  # whether q, k and v pass a SiLU without a convolution too
     delta = False  # whether `gates` returns a beta
+    convolved = 3  # how many of q, k, v pass the convolution
     low_rank_gate = False  # whether the output gate is KDA's: two Linears, then a sigmoid
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
@@ -47,9 +48,9 @@ class KeyValueMixer(Mixer):
         self.v_proj = nn.Linear(hidden, self.value_width, bias=False)
         self.conv_size = config.conv_size
         if self.conv_size is not None:
-            self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-                ShortConv(width, self.conv_size, std=config.initializer_range) for width in self.widths
-            )
+            for name, width in zip("qkv", self.widths, strict=False):
+                conv = ShortConv(width, self.conv_size, std=config.initializer_range)
+                self.add_module(f"{name}_conv1d", conv)
         self.feature_map_q, self.features = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
         self.feature_map_k, _ = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
         self.cleaner = QueryCleaner(config, self.heads, self.key_size, self.features)
@@ -66,8 +67,12 @@ class KeyValueMixer(Mixer):
 
     @property
     def widths(self) -> list[int]:
-        """Channels of q, k and v, in the order in which they lie in the state of the convolution."""
-        return [self.key_width, self.key_width, self.value_width]
+        """Channels of what is convolved of q, k and v, in the order in which they lie in the convolution's state."""
+        return [self.key_width, self.key_width, self.value_width][: self.convolved]
+
+    @property
+    def convs(self) -> list[ShortConv]:
+        return [getattr(self, f"{name}_conv1d") for name in "qkv"[: self.convolved]]
 
     @property
     def writers(self) -> list[nn.Linear]:
@@ -99,18 +104,18 @@ class KeyValueMixer(Mixer):
         new: LayerState = {}
         qkv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         if self.conv_size is not None:
-            past = [None] * 3 if state is None else state["conv"].split(self.widths, 1)
+            inputs = qkv[: self.convolved]
+            past = [None] * len(inputs) if state is None else state["conv"].split(self.widths, 1)
             if output_state:
-                ends = [final_state(y, seqs, self.conv_size, p) for y, p in zip(qkv, past, strict=True)]
+                ends = [final_state(y, seqs, self.conv_size, p) for y, p in zip(inputs, past, strict=True)]
                 new["conv"] = torch.cat(ends, 1)
-            convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            qkv = [conv(y, seqs, p) for conv, y, p in zip(convs, qkv, past, strict=True)]
+            qkv[: self.convolved] = [conv(y, seqs, p) for conv, y, p in zip(self.convs, inputs, past, strict=True)]
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
         q, k = self.feature_map_q(raw), self.feature_map_k(k)
         gates = self.gates(x, *(writer(x) for writer in self.writers))
-        o, states = self.cleaner.mix(raw, q, k, v, seqs, state, output_state, *gates)
+        o, states = self.mix(raw, q, k, v, seqs, state, output_state, *gates)
         y = self.output(o, None if self.g_proj is None else self.g_proj(x))
         return y, new | states if output_state else None
 
@@ -127,14 +132,22 @@ class KeyValueMixer(Mixer):
             gate = self.g_proj[1](gate)
         qkv = projected[:3]
         if self.conv_size is not None:
-            qkv = step_together((self.q_conv1d, self.k_conv1d, self.v_conv1d), qkv, state["conv"], self.config.backend)
+            inputs = qkv[: self.convolved]
+            qkv[: self.convolved] = step_together(self.convs, inputs, state["conv"], self.config.backend)
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
         q = self.feature_map_q(raw)
         k = self.feature_map_k(k)
-        o = self.cleaner.step(raw, q, k, v, state, *self.gates(x, *projected[3:]))
+        o = self.mix_step(raw, q, k, v, state, *self.gates(x, *projected[3:]))
         return self.output(o, gate)
+
+    def mix(self, *arguments: Any) -> tuple[Float[Tensor, "B T H V"], LayerState]:
+        """What `QueryCleaner.mix` is asked, of a backbone whose memory is the one of `recurrence`."""
+        return self.cleaner.mix(*arguments)
+
+    def mix_step(self, *arguments: Any) -> Float[Tensor, "B H V"]:
+        return self.cleaner.step(*arguments)
 
     def new_state(
         self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
@@ -142,7 +155,7 @@ class KeyValueMixer(Mixer):
         state: LayerState = {}
         if self.conv_size is not None:
             state["conv"] = torch.zeros(n, sum(self.widths), self.conv_size - 1, device=device, dtype=dtype)
-        shape = (n, self.heads, self.features, self.value_size)
+        shape = (n, self.heads, self.features, self.memory_width)
         state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
         return state | self.cleaner.new_state(n, device, dtype)
 
@@ -151,8 +164,15 @@ class KeyValueMixer(Mixer):
         maps = sum(
             2.0 * self.heads * w.numel() for m in (self.feature_map_q, self.feature_map_k) for w in m.parameters()
         )
-        states = flops(self.heads, self.features, self.value_size, self.delta)
-        return conv + maps + self.cleaner.flops() + states
+        return conv + maps + self.cleaner.flops() + self.memory_flops()
+
+    @property
+    def memory_width(self) -> int:
+        """Of what is remembered under a key."""
+        return self.value_size
+
+    def memory_flops(self) -> float:
+        return flops(self.heads, self.features, self.value_size, self.delta)
 
 
 def low_rank(width: int, rank: int, out: int, bias: bool = False) -> nn.Sequential:

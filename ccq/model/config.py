@@ -70,6 +70,7 @@ class CCQConfig(PretrainedConfig):
     rope_theta: float = 10000.0  # attention
     gate_low_rank: int = 16  # GLA: rank of the map from x to the decays
     gate_normalizer: float = 16.0  # GLA: log-decay = logsigmoid(.) / this
+    cg_steps: int = 30  # mesa: of conjugate gradient, in training as in decoding
     expand: int = 2  # mamba2: width of the inner state over hidden_size
     state_size: int = 128  # mamba2: its key size
     head_size: int = 64  # mamba2: its value size
@@ -151,6 +152,9 @@ class CCQConfig(PretrainedConfig):
                 raise ValueError("conv_size: Mamba2 has its SiLU in the convolution; expected a width, got None")
         if self.clean and self.mixer == "attention":
             raise ValueError("clean: attention has no key-value state to read with a cleaned query")
+        if self.mixer == "mesa" and (self.clean or self.current_key_read):
+            name = "clean" if self.clean else "current_key_read"
+            raise ValueError(f"{name}: Mesa solves for the query that it reads with; it is a baseline beside it")
         if self.clean and self.current_key_read:
             raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
         for name in ("step", "steps", "covariance_decay", "direction", "learned_scale"):
@@ -238,6 +242,9 @@ def sized(mixer: str, size: str) -> dict[str, Any]:
     options = {**_SHAPES[size], "feature_map_size": _SHAPES[size]["key_size"] // 2}
     linear, attention, mamba2 = options.pop("layers")
     options["num_hidden_layers"] = {"attention": attention, "mamba2": mamba2}.get(mixer, linear)
+    if mixer == "mesa":  # values as long as keys, at most 128, and together as wide as the model: as its paper has them
+        options["key_size"] = options["value_size"] = min(options["key_size"], 128)
+        options["num_heads"] = options["hidden_size"] // options["key_size"]
     if mixer == "attention":  # heads of 64, as Llama's at these widths
         options["num_heads"] = max(options["hidden_size"] // 64, 4)
     return options
@@ -255,6 +262,7 @@ def _zoology(mixer: str, width: int) -> dict[str, Any]:
         "mamba2": {"base_conv_size": None, "state_size": 16, "head_size": 64},
         "deltanet": {"key_size": head, "value_size": head, "output_gate": False},
         "kda": {"key_size": head, "value_size": head, "output_gate": False},
+        "mesa": {"key_size": head, "value_size": head, "output_gate": False},
         "gated_deltanet": {"key_size": head, "value_size": 2 * head, "output_gate": False},
     }
     return {

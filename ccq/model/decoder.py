@@ -96,6 +96,7 @@ class CCQPreTrainedModel(PreTrainedModel):
         "gate_weight",
         "gate_bias",
         "lam_scale",
+        "lambda_params",
         "current_key",
         "decay_logit",
         "A_log",

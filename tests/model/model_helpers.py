@@ -25,6 +25,7 @@ SYSTEMS = (
     "ccq-retnet",
     "ccq-deltanet",
     "ccq-kda",
+    "mesa-2",
     "ccq-mamba2",
     "ccq-gla-hedgehog",
     "ccq-gla+base-conv",  # as zoology's recall models: its convolution in layer 0, the mixer in layer 1

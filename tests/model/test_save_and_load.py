@@ -49,7 +49,7 @@ def test_bit_equal(system, dtype, tmp_path):
     kinds = {name.rpartition(".")[2]: p.dtype for name, p in loaded.named_parameters() if p.dtype != dtype}
     if dtype == torch.bfloat16:
         assert set(kinds.values()) <= {torch.float32}
-        assert set(kinds) <= {"gate_weight", "gate_bias", "current_key", "A_log", "dt_bias", "D"}
+        assert set(kinds) <= {"gate_weight", "gate_bias", "current_key", "A_log", "dt_bias", "D", "lambda_params"}
         assert ("gate_bias" in kinds) == system.startswith("ccq")
     else:
         assert not kinds

@@ -1,0 +1,140 @@
+"""MesaNet's memory: read with the query that solves for the keys, not with the query itself.
+
+    [H_t, S_t] = exp(g_t) [H_{t-1}, S_{t-1}] + beta_t k_t [k_t, v_t]^T
+    o_t = S_t^T x_t,    (H_t + diag(ridge)) x_t = q_t
+
+x_t is what `steps` steps of conjugate gradient from 0 make of it: one step only rescales q, two lie in the span of q
+and H_t q. H and S are one state, that of linear attention with values [k, v].
+
+In plain PyTorch on any device. The states before all chunks are found once; then each step is a few products over all
+chunks at a time. The gradient is that of the steps taken, by autograd; they are computed again for it, so that what is
+kept is linear in T.
+
+B sequences (or N packed ones), T tokens, H heads, K key size, V value size; M chunks of C tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ccq.ops.chunks import from_chunks, in_order, make_layout, to_chunks
+from ccq.ops.precision import exact_matmul, no_autocast, stats_dtype
+from ccq.ops.recurrence.chunk import CHUNK, after, spans
+
+
+def conjugate_gradient(product: Callable[[Tensor], Tensor], q: Float[Tensor, "*B K"], steps: int) -> Tensor:
+    """x with A x = q after so many steps from 0, where product(p) = A p, and A is symmetric and positive definite.
+
+    Where the residual is rounding a step is left out: it would divide nothing by nothing.
+    """
+    x, r, p = torch.zeros_like(q), q, q
+    size = q.square().sum(-1, keepdim=True)
+    least = size.detach() * torch.finfo(q.dtype).eps ** 2
+    for _ in range(steps):
+        going = size.detach() > least
+        ap = product(p)
+        alpha = torch.where(going, size / torch.where(going, (p * ap).sum(-1, keepdim=True), 1), 0)
+        x = x + alpha * p
+        r = r - alpha * ap
+        left = r.square().sum(-1, keepdim=True)
+        p = r + torch.where(going, left / torch.where(going, size, 1), 0) * p
+        size = left
+    return x
+
+
+def mesa(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H"],
+    beta: Float[Tensor, "B T H"],
+    ridge: Float[Tensor, "H K"],
+    steps: int,
+    initial_state: Float[Tensor, "N H K KV"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K KV"] | None]:
+    """Write and read along the sequence; see the equations above. g is at most 0, ridge positive, beta not negative."""
+    if q.shape[0] * q.shape[1] == 0:
+        n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return v * 1, start(initial_state, n, q, v) if output_final_state else None
+    arguments = (q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens)
+    if torch.is_grad_enabled():
+        o, state = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)
+    else:
+        o, state = _run(*arguments)
+    return o, state if output_final_state else None
+
+
+def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
+    batch, length, _, size = q.shape
+    high, dtype = stats_dtype(q.dtype), v.dtype
+    longest = length if cu_seqlens is None else int(cu_seqlens.diff().max())
+    layout = make_layout(batch, length, cu_seqlens, q.device, min(CHUNK, 1 << (longest - 1).bit_length()))
+    n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = in_order(start(initial_state, n, q, v), layout.order)
+    with exact_matmul(q) if q.is_cuda else no_autocast(q):
+        q, k, v, g, beta = (to_chunks(x.to(high), layout) for x in (q, k, v, g[..., None], beta[..., None]))
+        up_to = g.cumsum(-2).exp()  # [M, H, C, 1]
+        pairs = spans(g) * beta.mT
+        written = ((k * beta * after(g).exp()).mT @ torch.cat([k, v], -1)).split(layout.counts)
+        starts, finished = [], []
+        for new, decay in zip(written, up_to[..., -1:, :].split(layout.counts), strict=True):
+            state, done = state.split([len(new), len(state) - len(new)])
+            finished.append(done)
+            starts.append(state)
+            state = decay * state + new
+        keys, values = torch.cat(starts).split([size, v.shape[-1]], -1)
+
+        def read(x: Tensor, start: Tensor, of: Tensor) -> Tensor:
+            return (x * up_to) @ start + (x @ k.mT * pairs) @ of
+
+        ridge = ridge.to(high)[:, None]
+        x = conjugate_gradient(lambda p: read(p, keys, k) + ridge * p, q, steps)
+        o = from_chunks(read(x, values, v), layout, batch, length).to(dtype)
+        return o, in_order(torch.cat([state, *reversed(finished)]), layout.place)
+
+
+def start(initial_state: Tensor | None, sequences: int, q: Tensor, v: Tensor) -> Tensor:
+    """A state to begin with, not the caller's own tensor."""
+    if initial_state is not None:
+        return initial_state.clone()
+    heads, size = q.shape[2:]
+    return q.new_zeros(sequences, heads, size, size + v.shape[-1], dtype=stats_dtype(q.dtype))
+
+
+@torch.no_grad()
+def mesa_step(
+    q: Float[Tensor, "B H K"],
+    k: Float[Tensor, "B H K"],
+    v: Float[Tensor, "B H V"],
+    g: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B H"],
+    ridge: Float[Tensor, "H K"],
+    steps: int,
+    state: Float[Tensor, "B H K KV"],
+) -> Float[Tensor, "B H V"]:
+    """o_t for one more token of each sequence; the state is updated in place."""
+    high = state.dtype
+    q, k, values, g, beta = (x.to(high) for x in (q, k, torch.cat([k, v], -1), g, beta))
+    with exact_matmul(q) if q.is_cuda else no_autocast(q):
+        state.mul_(g.exp()[..., None, None]).add_((beta[..., None] * k)[..., None] * values[..., None, :])
+        keys, memory = state.split([k.shape[-1], v.shape[-1]], -1)
+        ridge = ridge.to(high)
+
+        def read(x: Tensor, memory: Tensor) -> Tensor:
+            return (x[..., None, :] @ memory)[..., 0, :]
+
+        x = conjugate_gradient(lambda p: read(p, keys) + ridge * p, q, steps)
+        return read(x, memory).to(v.dtype)
+
+
+def flops(heads: int, key_size: int, value_size: int, steps: int) -> float:
+    """Forward, a token: states written, then a read of H for each step and of S for the output."""
+    reads = steps * key_size * (key_size + 2 * CHUNK) + key_size * value_size + CHUNK * (key_size + value_size)
+    return 2.0 * heads * (key_size * (key_size + value_size) + reads)
