@@ -5,6 +5,7 @@ B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key si
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -130,6 +131,7 @@ def make_case(
     scale: float = 1.0,
     unit: bool = False,
     state: bool = False,
+    earlier: int = 0,
     lengths: list[int] | None = None,
     decay: str | None = None,
     seed: int = 0,
@@ -141,9 +143,10 @@ def make_case(
         keys: one of DISTRIBUTIONS.
         scale: the size of an element of q and k.
         unit: divide q and k by their norms, as normalize="none" expects them.
-        state: begin with the statistics of 0, 3, 6, ... earlier unit keys.
+        state: begin with the statistics of `earlier`, 3 more, 6 more, ... unit keys.
         lengths: pack sequences of these lengths; B and T follow from them.
-        decay: "given", or "learned" where a gradient flows to it: some 0.98 a token, the state one of weights.
+        decay: "given", or "learned" where a gradient flows to it: so much a token that some 2% of a state are left
+            at the end. The state is then one of weights.
     """
     rng = torch.Generator().manual_seed(seed)
     high = torch.float64 if dtype == torch.float64 else torch.float32
@@ -173,11 +176,11 @@ def make_case(
     lam = torch.rand(B, T, Hq, generator=rng, dtype=torch.float64)
     initial_state = None
     if state:
-        count = torch.arange(sequences) * 3
-        earlier = unit_vector(draw_keys(sequences, int(count.max())))  # [N, t, Hk, K]
-        earlier = earlier * (torch.arange(earlier.shape[1]) < count[:, None])[..., None, None]
-        moment = torch.einsum("nthk,nthl->nhkl", earlier, earlier)
-        initial_state = CovarianceState(moment.to(high), earlier.sum(1).to(high), count)
+        count = torch.arange(sequences) * 3 + earlier
+        seen = unit_vector(draw_keys(sequences, int(count.max())))  # [N, t, Hk, K]
+        seen = seen * (torch.arange(seen.shape[1]) < count[:, None])[..., None, None]
+        moment = torch.einsum("nthk,nthl->nhkl", seen, seen)
+        initial_state = CovarianceState(moment.to(high), seen.sum(1).to(high), count)
     cotangents = {
         "q_clean": normal(B, T, Hq, K).to(dtype),
         "k_bar": normal(B, T, Hk, K).to(dtype),
@@ -188,7 +191,7 @@ def make_case(
     if decay is None:
         return made
     cotangents["n"] = normal(sequences, Hk).to(high)
-    log_decay = torch.nn.functional.logsigmoid(normal(B, T, Hk) + 4).to(high)
+    log_decay = torch.nn.functional.logsigmoid(normal(B, T, Hk) + math.log(max(lengths or [T]) / 2.5)).to(high)
     if initial_state is not None:
         weight = initial_state.weight + torch.rand(sequences, Hk, generator=rng)
         initial_state = CovarianceState(initial_state.second_moment, initial_state.key_sum, weight.to(high))

@@ -81,7 +81,7 @@ READS = [
 def test_interpreted_kernels_match_reference_in_every_read(step, decay, shape, mode, state):
     mode = {**MODES[mode], "step": step}
     unit = mode["normalize"] == "none"
-    case = make_case(**READ_SHAPES[shape], state=state, dtype=torch.float32, unit=unit, decay=decay)
+    case = make_case(**READ_SHAPES[shape], state=state, dtype=torch.float32, unit=unit, decay=decay, earlier=3)
     assert_same_results(truth(case, **mode), results(case, "triton", **mode), uncancelled(case, **mode))
 
 
@@ -208,7 +208,9 @@ def test_hopper_kernels_match_fp64_in_every_read(step, decay, mode, shape):
 def compare_with_fp64(shape, mode, state, dtype, decay=None, keys="isotropic"):
     """Against the chunkwise backend in fp64, which the suite proves equal to the reference."""
     unit = mode["normalize"] == "none"
-    case = make_case(**shape, state=state, dtype=dtype, unit=unit, decay=decay, keys=keys)
+    # of its first key a sequence has no covariance: what a projected step makes of that y is rounding
+    earlier = 3 if "step" in mode else 0
+    case = make_case(**shape, state=state, dtype=dtype, unit=unit, decay=decay, keys=keys, earlier=earlier)
     case = to_gpu(case) if torch.cuda.is_available() else case
     got = results(case, "triton", **mode)
     rounded = mode["normalize"] == "unit" and dtype != torch.float32
@@ -228,7 +230,12 @@ def compare_with_fp64(shape, mode, state, dtype, decay=None, keys="isotropic"):
         if name == "count" and decay is None:
             assert torch.equal(x, got[name])
         else:
-            assert_close(name, x, got[name], GPU_TOLERANCE[dtype], scale.get(name))
+            allowed = GPU_TOLERANCE[dtype] * (2 if name in CANCELLED else 1)
+            assert_close(name, x, got[name], allowed, scale.get(name))
+
+
+# What two sums of the two signs leave: a decay, or a mean, that fades C, s and n alike changes nothing
+CANCELLED = ("gradient of log_decay", "gradient of initial s")
 
 
 @on_gpu
