@@ -195,7 +195,7 @@ TORCH = Implementation("torch", "plain PyTorch", backends=("reference", "chunk")
 REFERENCE = Implementation("reference", "the token loop, the definition; slow", backends=("reference",))
 CHUNK = Implementation("chunk", "chunkwise PyTorch, any device", backends=("chunk",))
 KERNELS = Implementation("triton", "fused kernels", triton_refuses)
-HOPPER = Implementation("hopper", "fused kernels, the reads in Gluon", hopper_refuses)
+HOPPER = Implementation("hopper", "fused kernels, the reads in Gluon; dk of a learned decay in Triton", hopper_refuses)
 LAYERS = Implementation("fla", "fla's fused kernels", fla_layers_refuse)
 FEW_ROWS = Implementation("triton", "one launch for the few rows of a decode step", few_rows_refuse)
 
@@ -203,7 +203,7 @@ FEW_ROWS = Implementation("triton", "one launch for the few rows of a decode ste
 OPS: dict[str, tuple[Implementation, ...]] = {
     "clean_query": (REFERENCE, CHUNK, KERNELS, HOPPER),
     "sigma_q": (REFERENCE, CHUNK, KERNELS),
-    "clean_query_step": (Implementation("torch", "plain PyTorch, the definition's own step", backends=NAMES),),
+    "clean_query_step": (Implementation("torch", "plain PyTorch; decoding with several steps too", backends=NAMES),),
     "gate": (TORCH, KERNELS),
     "recurrence": (CHUNK, Implementation("fla", "fla's chunkwise kernels", fla_refuses)),
     "decode_step": (TORCH, KERNELS),
