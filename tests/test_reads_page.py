@@ -97,8 +97,9 @@ def test_systems_and_options_of_the_page_are_there():
     from ccq.systems import SYSTEMS
 
     table = PAGE[PAGE.index("| read | q_clean") : PAGE.index("lam is between")]
-    for name in re.findall(r"`((?:gla|ccq|gated)[\w-]*)`", PAGE):
+    for name in re.findall(r"`((?:gla|ccq|gated|mesa)[\w-]*)`", PAGE):
         assert name in SYSTEMS or name.startswith("ccq-*"), name
     for option in re.findall(r"`(\w+=[^`,]+)`", table):
-        eval(f"CCQConfig(clean=True, {option})" if "clean" not in option else f"CCQConfig({option})")
+        alone = option.startswith(("clean", "mixer", "cg_steps"))
+        eval(f"CCQConfig({option})" if alone else f"CCQConfig(clean=True, {option})")
     assert CCQConfig(clean=True, covariance_decay="learned").covariance_decay == "learned"
