@@ -225,7 +225,7 @@ def test_what_the_reader_came_for_stands_first(page, parsed):
     held = [row for row in quality if row.cells[2].text == claims.HOLDS]
     assert f"Of {len(quality)} claims about quality that were tried here, {len(held)} are supported" in parsed.words
     survive = sum(", survives Holm's correction" in row.cells[2].small for row in held)
-    assert f"of {len(held)} claims that hold, {survive or 'none'} survive" in parsed.words
+    assert f"of {len(held)} supported claims, {survive or 'none'} survive" in parsed.words
     assert "Repeats of a seed, of either side, are averaged into it" in parsed.words
 
 
