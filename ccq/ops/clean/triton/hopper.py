@@ -122,7 +122,8 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             decays = through + sequence
             t = gl.load(weights + sequence + rows, mask=valid, other=1.0)
             now = gl.load(decays + rows, mask=valid, other=0.0)
-            left_of_past = gl.exp(gl.minimum(now - decay_before(decays, chunk_row, tiles.T), 0.0))
+            chunk_start = decay_before(decays, chunk_row, tiles.T)  # asked for now, needed after the state
+            own_start = decay_before(decays, begin, tiles.T)
             earlier = gl.where(chunk_row > 0, chunk_row - 1, 0)
             n0 = gl.load(weights + sequence + earlier)
             if modes.INITIAL:
@@ -153,6 +154,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         acc = gl.zeros([64, K], gl.float32, wide)  # in units of past |q_t|
         acc, item = read_state(acc, x, ring, item, blocks)
         if modes.DECAY:
+            left_of_past = gl.exp(gl.minimum(now - chunk_start, 0.0))
             acc = acc * (left_of_past * n0)[:, None]
             now_square = gl.convert_layout(now, square_row)
 
@@ -168,7 +170,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             before = gl.sum(gl.where((product_v == 0)[None, :], products, 0.0), 1)
             off = gl.sum(gl.where((product_v == 1)[None, :], products, 0.0), 1)
             if modes.DECAY:
-                fade = gl.exp(gl.minimum(now - decay_before(decays, begin, tiles.T), 0.0))
+                fade = gl.exp(gl.minimum(now - own_start, 0.0))
                 before = before * gl.convert_layout(fade, narrow_row)
 
         if W == 0:  # the keys of the later 64 rows
@@ -177,14 +179,15 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         m = gl.zeros([64], gl.float32, square_row)
         inverse = 1.0 / past
         for i in range((begin + 64 - chunk_row) // 64):
-            keys = ring.get(item)
-            p = gl.zeros([64, 64], gl.float32, square)
-            p = warpgroup_mma(x, keys.permute([1, 0]), p, use_acc=False, is_async=True)
-            p = warpgroup_mma_wait(0, deps=(p,))
             if modes.DECAY:
                 key = begin - i * 64 + column
                 then = gl.load(decays + key, mask=key < tiles.T, other=0.0)
+            keys = ring.get(item)
+            p = gl.zeros([64, 64], gl.float32, square)
+            p = warpgroup_mma(x, keys.permute([1, 0]), p, use_acc=False, is_async=True)
+            if modes.DECAY:  # while the product runs
                 left_of_key = gl.exp(gl.minimum(now_square[:, None] - then[None, :], 0.0))
+            p = warpgroup_mma_wait(0, deps=(p,))
             if i == 0:  # their own: the latest first, so that m is complete with them
                 p = gl.where(sees, p, 0.0)
                 if modes.CENTRED:
@@ -370,20 +373,26 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
                 ring.skip(item + 1)
                 item += 2
             for late in range(begin, gl.maximum(chunk_end, row + 65), 64):
+                inside = column < tiles.T - late
+                if modes.DECAY:
+                    now = gl.load(decays + late + column, mask=inside, other=0.0)
+                if modes.CENTRED:
+                    at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T + late
+                    off_q = gl.load(lift_q + at + column, mask=inside, other=0.0)
+                    off_w = gl.load(lift_w + at + column, mask=inside, other=0.0)
                 x_q = ring.get(item)
                 p_q = gl.zeros([64, 64], gl.float32, square)
                 p_w = gl.zeros([64, 64], gl.float32, square)
                 p_q = warpgroup_mma(x, x_q.permute([1, 0]), p_q, use_acc=False, is_async=True)
                 x_w = ring.get(item + 1)
                 p_w = warpgroup_mma(x, x_w.permute([1, 0]), p_w, use_acc=False, is_async=True)
+                if modes.DECAY:  # while the products run
+                    reach = gl.exp(gl.minimum(now[None, :] - then_square[:, None], 0.0))
                 p_q, p_w = warpgroup_mma_wait(0, deps=(p_q, p_w))
                 if modes.CENTRED:
-                    at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T + late
-                    p_q -= gl.load(lift_q + at + column, mask=column < tiles.T - late, other=0.0)[None, :]
-                    p_w -= gl.load(lift_w + at + column, mask=column < tiles.T - late, other=0.0)[None, :]
+                    p_q -= off_q[None, :]
+                    p_w -= off_w[None, :]
                 if modes.DECAY:
-                    now = gl.load(decays + late + column, mask=column < tiles.T - late, other=0.0)
-                    reach = gl.exp(gl.minimum(now[None, :] - then_square[:, None], 0.0))
                     p_q = p_q * reach
                     p_w = p_w * reach
                 if late == begin:

@@ -69,9 +69,9 @@ class Grid:
             "DT": self.product, "IP": self.precision, "num_warps": c.warps, "num_stages": c.stages,
         }  # fmt: skip
 
-    def row_warps(self, elements: int) -> int:
-        """Warps for the kernels that go through BN rows without products, with `elements` to a warp."""
-        return min(8, max(1, self.config.BN * self.block_k // elements))
+    def row_warps(self, rows: int, elements: int) -> int:
+        """Warps for the kernels that go through rows without products, with `elements` to a warp."""
+        return min(8, max(1, rows * self.block_k // elements))
 
     def scan(self, launch, like: Tensor) -> None:
         """Run a scan kernel: the sums of the segments first where there are several, then the states."""
@@ -91,6 +91,7 @@ class Grid:
         launch(programs, (totals, kept), sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
+FEW = 16  # rows at a time where many tensors pass by: beyond it registers spill
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
 
 
@@ -162,7 +163,7 @@ def prepare_keys(grid: Grid, k: Tensor, norm: bool, sums: bool, decay: Decay) ->
             k, k_bar, rnorm, key_sums, decay.through, faded, fades, grid.cu, grid.sum_offsets,
             grid.sequences, grid.length, grid.tokens, grid.key_heads, grid.size, k.stride(1), grid.per_sums, EPS,
             NORM=norm, SUMS=sums, DECAY=decayed, VARLEN=grid.cu is not None, BN=grid.config.BN, S=grid.config.S,
-            BK=grid.block_k, num_warps=grid.row_warps(1024),
+            BK=grid.block_k, num_warps=grid.row_warps(grid.config.BN, 1024),
         )  # fmt: skip
     return Keys(k_bar, rnorm, key_sums, faded, fades)
 
@@ -256,13 +257,14 @@ def finish(
     pulls = q.new_empty((grid.sums, grid.query_heads, grid.size) if how.centred else 0, dtype=torch.float32)
     reaching = torch.empty_like(read) if decayed else read
     through_n = q.new_empty((grid.query_heads, grid.tokens) if decays else 0, dtype=torch.float32)
+    rows = min(FEW, grid.config.BN)
     adjoint = Adjoint(read, reaching, pulls, lifts[0], lifts[1], through_n)
     finish_kernel[(grid.sums * grid.query_heads,)](
         g, q, saved.lam, saved.y, saved.means, m_g, grid.count, *decay, grid.cu, grid.sum_offsets, dq, *adjoint,
         grid.sequences, grid.length, grid.tokens, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, EPS,
         STEP=step, UNIT=how.normalize == "unit", VARLEN=grid.cu is not None, INITIAL=grid.count is not None,
-        CENTRED=how.centred, DECAY=decayed, DECAYS=decays, BN=grid.config.BN, S=chunk, BK=grid.block_k,
-        num_warps=grid.row_warps(2048),
+        CENTRED=how.centred, DECAY=decayed, DECAYS=decays, BN=grid.config.BN, BR=rows, S=chunk, BK=grid.block_k,
+        num_warps=grid.row_warps(rows, 1024),
     )  # fmt: skip
     return dq, adjoint
 
@@ -271,10 +273,10 @@ def turn(grid: Grid, g: Tensor, saved: Saved, unit: bool) -> tuple[Tensor, Tenso
     """The gradients of y and lam of a projected step."""
     assert saved.lam is not None
     dy, dlam = torch.empty_like(g, dtype=grid.state_dtype), torch.empty_like(saved.lam)
-    rows = grid.config.BN
+    rows = min(FEW, grid.config.BN)
     turn_kernel[(cdiv(grid.tokens, rows) * grid.query_heads,)](
         g, saved.q, saved.lam, saved.y, dy, dlam, grid.tokens, grid.query_heads, grid.size, EPS,
-        UNIT=unit, BN=rows, BK=grid.block_k, num_warps=grid.row_warps(2048),
+        UNIT=unit, BN=rows, BK=grid.block_k, num_warps=grid.row_warps(rows, 1024),
     )  # fmt: skip
     return dy, dlam
 

@@ -293,9 +293,9 @@ def finish_kernel(
     g, q, lam, kept, m_q, m_g, count, through, weights, cu, sum_offsets, dq, weighted, reaching, pulls, lift_q, lift_w,
     through_n, N, T, M, HQ, H, K, per_sums, eps,
     STEP: tl.constexpr, UNIT: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr, CENTRED: tl.constexpr,
-    DECAY: tl.constexpr, DECAYS: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+    DECAY: tl.constexpr, DECAYS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dq from Sigma g (of a projected step: from Sigma dy), for BN rows of a head.
+    """dq from Sigma g (of a projected step: from Sigma dy), for BN rows of a head, BR at a time.
 
     For dk: w_t = dy_t / (t |q_t|), in the place of Sigma g; what to take off the scores k . q and k . w; and the rows'
     pull. A kernel of its own: beside the accumulators of the read the registers have no room for all of this.
@@ -308,67 +308,73 @@ def finish_kernel(
     n, rank, begin, length = locate(tile, cu, sum_offsets, N, T, per_sums, VARLEN)
     if n >= N:
         return
-    first = rank * BN
-    rows = first + tl.arange(0, BN)
     cols = tl.arange(0, BK)
-    valid = rows < length
     head = (begin * HQ + hq) * K
-    per_row = (begin + rows) * HQ + hq
+    seen = begin * 0
+    if INITIAL and not DECAY:
+        seen += tl.load(count + n)
     if DECAY:
         at = (hq // (HQ // H)).to(tl.int64) * M + begin
         through += at
-        now = tl.load(through + rows, mask=valid, other=0.0)
-        t = tl.load(weights + at + rows, mask=valid, other=1.0)
-    else:
-        seen = begin * 0
-        if INITIAL:
-            seen += tl.load(count + n)
-        t = (seen + rows + 1).to(tl.float32)
-    q_tile = load_rows(q + head, first, length, HQ * K, K, cols, BN, tl.float32)
-    g_tile = load_rows(g + head, first, length, HQ * K, K, cols, BN, tl.float32)
-    read = load_rows(weighted + head, first, length, HQ * K, K, cols, BN, tl.float32)
-    scale = tl.full([BN], 1.0, tl.float32)
-    if UNIT:
-        scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
-    share = scale / t  # of Sigma g's means and of g in w_t
-    if STEP == Y:
-        grad = read
-        w = g_tile * share[:, None]
-    else:
-        gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
-    if STEP == SCALED:
-        grad = g_tile - gate[:, None] * read  # of the query that was cleaned
-        share *= -gate
-        w = g_tile * share[:, None]
-    if STEP == PROJECTED:
-        y_tile = load_rows(kept + head, first, length, HQ * K, K, cols, BN, tl.float32)
-        grad, dy, _ = projected_backward(g_tile, q_tile * scale[:, None], y_tile, gate)
-        grad += read
-        w = dy * share[:, None]
-    if UNIT:
-        grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
-    store_rows(dq + head, grad, first, length, HQ, K, cols, BN)
-    store_rows(weighted + head, w, first, length, HQ, K, cols, BN)
-    at = hq.to(tl.int64) * M + begin + rows
-    if DECAY:
-        chunk = tl.exp(tl.minimum(now - decay_before(through, first // S * S), 0.0))
-        store_rows(reaching + head, w * chunk[:, None], first, length, HQ, K, cols, BN)
-        left = tl.exp(tl.minimum(now - decay_before(through, first), 0.0))
-    d_n = tl.zeros([BN], tl.float32)
-    if DECAYS:  # - q . Sigma dy / t
-        d_n = -tl.sum(q_tile * read, 1) * share
-    if CENTRED:
-        mean_q = tl.load(m_q + per_row, mask=valid, other=0.0) / scale
-        mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * share
-        tl.store(lift_q + at, mean_q, mask=valid)
-        tl.store(lift_w + at, mean_w, mask=valid)
-        pull = w * mean_q[:, None] + q_tile * mean_w[:, None]
+        weights += at
+        chunk_start = decay_before(through, rank * BN // S * S)
+        tile_start = decay_before(through, rank * BN)
+    pulled = tl.zeros([BK], tl.float32)
+    for first in range(rank * BN, rank * BN + BN, BR):  # of all BN rows at once there would be more than registers hold
+        rows = first + tl.arange(0, BR)
+        valid = rows < length
+        per_row = (begin + rows) * HQ + hq
+        at = hq.to(tl.int64) * M + begin + rows
         if DECAY:
-            pull *= left[:, None]
-        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -tl.sum(pull, 0), mask=cols < K)
-        d_n += mean_q * mean_w
-    if DECAYS:
-        tl.store(through_n + at, d_n, mask=valid)
+            now = tl.load(through + rows, mask=valid, other=0.0)
+            t = tl.load(weights + rows, mask=valid, other=1.0)
+        else:
+            t = (seen + rows + 1).to(tl.float32)
+        q_tile = load_rows(q + head, first, length, HQ * K, K, cols, BR, tl.float32)
+        g_tile = load_rows(g + head, first, length, HQ * K, K, cols, BR, tl.float32)
+        read = load_rows(weighted + head, first, length, HQ * K, K, cols, BR, tl.float32)
+        scale = tl.full([BR], 1.0, tl.float32)
+        if UNIT:
+            scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
+        share = scale / t  # of Sigma g's means and of g in w_t
+        if STEP == Y:
+            grad = read
+            w = g_tile * share[:, None]
+        else:
+            gate = tl.load(lam + per_row, mask=valid, other=0.0).to(tl.float32)
+        if STEP == SCALED:
+            grad = g_tile - gate[:, None] * read  # of the query that was cleaned
+            share *= -gate
+            w = g_tile * share[:, None]
+        if STEP == PROJECTED:
+            y_tile = load_rows(kept + head, first, length, HQ * K, K, cols, BR, tl.float32)
+            grad, dy, _ = projected_backward(g_tile, q_tile * scale[:, None], y_tile, gate)
+            grad += read
+            w = dy * share[:, None]
+        if UNIT:
+            grad = scale[:, None] * (grad - q_tile * (scale * scale * tl.sum(q_tile * grad, 1))[:, None])
+        store_rows(dq + head, grad, first, length, HQ, K, cols, BR)
+        store_rows(weighted + head, w, first, length, HQ, K, cols, BR)
+        if DECAY:
+            chunk = tl.exp(tl.minimum(now - chunk_start, 0.0))
+            store_rows(reaching + head, w * chunk[:, None], first, length, HQ, K, cols, BR)
+        d_n = tl.zeros([BR], tl.float32)
+        if DECAYS:  # - q . Sigma dy / t
+            d_n = -tl.sum(q_tile * read, 1) * share
+        if CENTRED:
+            mean_q = tl.load(m_q + per_row, mask=valid, other=0.0) / scale
+            mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * share
+            tl.store(lift_q + at, mean_q, mask=valid)
+            tl.store(lift_w + at, mean_w, mask=valid)
+            pull = w * mean_q[:, None] + q_tile * mean_w[:, None]
+            if DECAY:
+                pull *= tl.exp(tl.minimum(now - tile_start, 0.0))[:, None]
+            pulled += tl.sum(pull, 0)
+            d_n += mean_q * mean_w
+        if DECAYS:
+            tl.store(through_n + at, d_n, mask=valid)
+    if CENTRED:
+        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pulled, mask=cols < K)
 
 
 @triton.jit(do_not_specialize=VARYING)
