@@ -13,6 +13,7 @@ from ccq.ops import Cleaning
 
 BACKENDS = ["chunk", "triton"]
 STEPS = 5
+HALF = torch.float16
 # name: (decay, delta rule, value heads a key head)
 WRITES = {
     "linear attention": (None, False, 1),
@@ -136,6 +137,19 @@ def test_awkward_key_sizes_match_the_loop(K, nan_in_fresh_memory):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_matches_the_loop(backend):
     check("gla", "clean", 16, 24, torch.float16, backend)
+
+
+# Triton's interpreter cuts bf16 off instead of rounding it
+@pytest.mark.parametrize(("backend", "dtype"), [("chunk", torch.bfloat16), ("chunk", HALF), ("triton", HALF)], ids=str)
+def test_the_covariance_is_of_the_key_that_is_written(backend, dtype):
+    """Of k_bar as it is rounded: C - k_bar k_bar^T and s - k_bar are exactly 0 after one step, in the memory too."""
+    (q, k, v, _, _), recurrent = draw("linear attention", 16, 8, dtype, T=1)
+    seen, written = CovarianceState.zeros(2, 2, 16), torch.zeros_like(recurrent)
+    decode_step(q[:, 0], k[:, 0], v[:, 0], written, cleaning=Cleaning(seen, lam=torch.ones(2, 2)), backend=backend)
+    k_bar = ccq.clean_query(q, k, torch.ones(2, 1, 2), backend="chunk")[1][:, 0].float()
+    assert torch.equal(seen.second_moment, k_bar[..., :, None] * k_bar[..., None, :])
+    assert torch.equal(seen.key_sum, k_bar)
+    assert torch.equal(written, k_bar[..., :, None] * v[:, 0].float()[..., None, :])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -314,9 +314,9 @@ def finish_kernel(
     if INITIAL and not DECAY:
         seen += tl.load(count + n)
     if DECAY:
-        at = (hq // (HQ // H)).to(tl.int64) * M + begin
-        through += at
-        weights += at
+        sequence = (hq // (HQ // H)).to(tl.int64) * M + begin
+        through += sequence
+        weights += sequence
         chunk_start = decay_before(through, rank * BN // S * S)
         tile_start = decay_before(through, rank * BN)
     pulled = tl.zeros([BK], tl.float32)
