@@ -181,14 +181,15 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, g, dk_bar, _, __, ___, ____, *d_final):
-    q, _, _, _, lam, _, weight, log_decay, second_moment, _, count, _ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: gradient checkpointing gives them out no second time
+    q, _, _, _, lam, _, weight, log_decay, second_moment, _, count, _ = saved
     if g is None:
         g = torch.zeros_like(q)
     given = [None if d is None or d.numel() == 0 else d for d in (dk_bar, *d_final)]
     weighs = count is not None and count.is_floating_point()
     decays = log_decay is not None and (ctx.needs_input_grad[5] or weighs)
     dq, dk, dlam, *d_initial, d_count, d_log_decay, d_weight, d_bias = torch.ops.ccq.clean_query_backward(
-        g, *given, *ctx.saved_tensors, *ctx.options, decays
+        g, *given, *saved, *ctx.options, decays
     )
     if second_moment is None:
         d_initial = [None, None]

@@ -472,3 +472,16 @@ def test_gradients_of_each_sample_by_the_reference():
     q = case.q.clone().requires_grad_()
     expected = torch.autograd.grad(total(q, case.k, case.lam), q)[0]
     torch.testing.assert_close(got[:, 0], expected)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    """Saved tensors may be asked for once: torch.utils.checkpoint refuses a second time."""
+    from torch.utils.checkpoint import checkpoint
+
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 20, 2, 8, generator=draw, requires_grad=True) for _ in range(2))
+    lam = torch.rand(1, 20, 2, generator=draw).requires_grad_()
+    expected = torch.autograd.grad(ccq.clean_query(q, k, lam)[0].square().sum(), (q, k, lam))
+    out = checkpoint(lambda *x: ccq.clean_query(*x)[0], q, k, lam, use_reentrant=False)
+    for got, truth in zip(torch.autograd.grad(out.square().sum(), (q, k, lam)), expected, strict=True):
+        assert torch.equal(got, truth)
