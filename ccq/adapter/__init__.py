@@ -70,13 +70,25 @@ def attach(
         raise AttachError(f"layers: expected some of {sorted(known)}, which have a memory to read; got {missing}")
     if not chosen:
         raise AttachError("layers: expected one at least, got none")
+    made = []
     for index in chosen:
         layer, family = known[index]
+        device = next(layer.parameters()).device
+        if device.type == "meta":
+            raise AttachError("expected weights on a device, got a model whose weights are offloaded or not loaded yet")
+        if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):
+            raise AttachError(
+                f"{type(layer).__name__}: its forward was replaced by {layer.forward!r}: attach before that"
+            )
         how = options | {"normalize": normalize or ("unit" if family.unit else "stats")}
         cleaner = QueryCleaner(CCQConfig(clean=True, **how), getattr(layer, family.heads), getattr(layer, family.size))
         if family.unit:
             cleaner.normalize = "none"  # q and k are unit when they come
-        place(layer, cleaner)
+        made.append((layer, cleaner.to(device).train(layer.training)))
+    for layer, cleaner in made:  # all or none
+        cls: Any = type(layer)
+        become(layer, cleaned(cls))
+        layer.cleaner = cleaner
     for module in around(model):
         module._ccq_told = False
         module._ccq_hook = module.register_forward_pre_hook(pass_packing_on, with_kwargs=True)
@@ -89,7 +101,7 @@ def find(model: nn.Module) -> dict[int, tuple[Any, Family]]:
     found: dict[int, tuple[Any, Family]] = {}
     for name, module in model.named_modules():
         family = family_of(type(module))
-        if family is not None:
+        if family is not None and hasattr(module, family.heads) and hasattr(module, family.size):
             if module.layer_idx in found:
                 raise AttachError(f"{name}: expected layers with an index of their own, got {module.layer_idx} twice")
             found[module.layer_idx] = (module, family)
@@ -105,25 +117,14 @@ def find(model: nn.Module) -> dict[int, tuple[Any, Family]]:
     return found
 
 
-def place(layer: Any, cleaner: nn.Module) -> None:
-    """Make `layer` one that cleans. Its class changes, so that copies of it and wrappers around it clean too."""
-    device = next(layer.parameters()).device
-    if device.type == "meta":
-        raise AttachError("expected weights on a device, got a model whose weights are offloaded or not loaded yet")
-    cls: Any = type(layer)
-    become(layer, cleaned(cls))
-    layer.cleaner = cleaner.to(device).train(layer.training)
-
-
 def become(layer: Any, cls: type[nn.Module]) -> None:
+    """Change the class of a layer, so that copies of it and wrappers around it clean too, or no more."""
     hook = getattr(layer, "_hf_hook", None)  # of accelerate, which has bound the forward of the class as it was
     if hook is not None:
         from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
         remove_hook_from_module(layer)
         del layer.forward  # that of the class, bound
-    if "forward" in vars(layer):
-        raise AttachError(f"{type(layer).__name__}: its forward was replaced by {layer.forward!r}: attach before that")
     layer.__class__ = cls
     if hook is not None:
         add_hook_to_module(layer, hook)

@@ -13,19 +13,29 @@ AT = "covariance_at"  # attribute of a cache layer: the first of three indices a
 
 def read_covariance(cache: Any, layer: int) -> CovarianceState | None:
     """That of the tokens in the cache; None: there are none."""
-    held = cache.layers[layer]
-    at = getattr(held, AT, None)
+    if of_fla(cache):
+        state = (cache[layer] if len(cache) > layer else None) or {}
+        at, filled = state.get("covariance"), state.get("recurrent_state") is not None
+    else:
+        held = cache.layers[layer]
+        at, filled = getattr(held, AT, None), held.has_previous_state[0]
     if at is None:
-        if held.has_previous_state[0]:
+        if filled:
             raise ValueError(
                 "past_key_values: expected a cache that the model filled with cleaning attached, got others'"
             )
         return None
+    if of_fla(cache):
+        return at
     return CovarianceState(*(held.recurrent_states[at + i] for i in range(3))) if held.has_previous_state[at] else None
 
 
 def write_covariance(cache: Any, layer: int, state: CovarianceState) -> None:
-    """transformers' LinearAttentionLayer holds several recurrent states, each with a convolution: three more."""
+    """transformers' LinearAttentionLayer holds several recurrent states, each with a convolution: three more. fla's
+    cache holds a dict."""
+    if of_fla(cache):
+        cache[layer]["covariance"] = state
+        return
     held = cache.layers[layer]
     if not hasattr(held, AT):
         setattr(held, AT, held.number_of_states)
@@ -38,3 +48,7 @@ def write_covariance(cache: Any, layer: int, state: CovarianceState) -> None:
     for index, x in enumerate((state.second_moment, state.key_sum, state.count), at):
         cache.update_recurrent_state(x, layer, state_idx=index)
         held.has_previous_state[index] = True
+
+
+def of_fla(cache: Any) -> bool:
+    return any(cls.__module__.startswith("fla.") for cls in type(cache).__mro__)

@@ -25,6 +25,7 @@ from ccq.adapter.cache import read_covariance, write_covariance
 from ccq.errors import UserError
 from ccq.mixers import QueryCleaner
 from ccq.mixers.base import Sequences
+from ccq.mixers.norms import unit
 from ccq.ops import CovarianceState
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx")
@@ -46,12 +47,18 @@ class Call:
     after: CovarianceState | None = None
 
     def clean(
-        self, raw: Float[Tensor, "B T H K"], q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], g: Tensor | None
+        self,
+        raw: Float[Tensor, "B T H K"],
+        q: Float[Tensor, "B T H K"],
+        k: Float[Tensor, "B T H K"],
+        g: Tensor | None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"]]:
         """What to read with and what to write with. A key of padding is no key: it is not counted."""
         state = None if self.before is None else {"covariance": self.before}
         if self.real is None:
-            q_clean, k_bar, self.after = self.cleaner(raw, q, k, Sequences(len(q)), state, self.keep, g)
+            seqs = Sequences(len(q) if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens)
+            q_clean, k_bar, self.after = self.cleaner(raw, q, k, seqs, state, self.keep, g)
             return q_clean, k_bar
         lengths = self.real.sum(1, dtype=torch.int64)
         seqs = Sequences(len(q), F.pad(lengths.cumsum(0), (1, 0)))
@@ -73,15 +80,28 @@ def delta_rule(call: Call, function: Callable, query: Tensor, key: Tensor, value
     q, k = (x[:, :, ::repeats].contiguous() for x in (query, key))
     fused = query.is_cuda and importlib.util.find_spec("fla") is not None
     if fused and "chunk" in function.__name__:
-        from fla.modules.norm.l2norm import l2norm
-
-        unit_q, unit_k = l2norm(q), l2norm(k)
+        unit_q, unit_k = unit(q), unit(k)
     else:
         unit_q, unit_k = (call.scope["l2norm"](x.float(), dim=-1, eps=1e-6) for x in (q, k))
     found = call.clean(q, unit_q, unit_k, options["g"])
     unit_q, unit_k = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in found)
     o, state = function(unit_q, unit_k, value, use_qk_l2norm_in_kernel=False, **options)
     return o.to(query.dtype), state
+
+
+def fla_rule(call: Call, function: Callable, *, q: Tensor, k: Tensor, cu_seqlens: Any = None, **options: Any) -> Any:
+    """fla's own layers: they take padding out, and hand on g before their kernels make a log-decay of it."""
+    raw, g = q, options["gk" if "gk" in options else "g"]
+    if options.get("use_qk_l2norm_in_kernel"):
+        options["use_qk_l2norm_in_kernel"] = False
+        q, k = unit(q), unit(k)
+    if call.cleaner.covariance_decay == "backbone" and options.get("use_gate_in_kernel"):
+        if options.get("lower_bound") is not None:
+            raise AttachError("covariance_decay: expected 'none' or 'learned' where the decay of the layer is bounded")
+        g = F.softplus(g.float() + options["dt_bias"].float().view(g.shape[2:]))
+        g = -options["A_log"].float().exp().view(-1, *[1] * (g.ndim - 3)) * g
+    q, k = call.clean(raw, q, k, g, cu_seqlens)
+    return function(q=q, k=k, cu_seqlens=cu_seqlens, **options)
 
 
 def scan(
@@ -124,6 +144,7 @@ class Family:
     heads: str  # the attribute of the layer that says how many key heads it has
     size: str  # and how large they are
     unit: bool  # whether it reads with unit q and k by itself
+    packs: bool = False  # whether it keeps packed sequences apart, and padding out, by itself
 
 
 FAMILIES = (
@@ -149,6 +170,23 @@ FAMILIES = (
         size="ssm_state_size",
         unit=False,
     ),
+    Family(
+        {"chunk_gla": fla_rule, "fused_recurrent_gla": fla_rule},
+        heads="num_heads",
+        size="head_k_dim",
+        unit=False,
+        packs=True,
+    ),
+    *(
+        Family(
+            {f"chunk_{rule}": fla_rule, f"fused_recurrent_{rule}": fla_rule},
+            heads="num_heads",
+            size="head_k_dim",
+            unit=True,
+            packs=True,
+        )
+        for rule in ("gated_delta_rule", "kda")
+    ),
 )
 
 
@@ -172,20 +210,22 @@ class Cleaned(nn.Module):
 
     @torch.compiler.disable  # it makes a function at each call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = own_forward(self.original)
-        given = inspect.signature(forward).bind(self, *args, **kwargs)
-        packing = given.arguments.get("kwargs", {})
-        borders = borders_of(packing, given.arguments["hidden_states"].shape[1])
-        given.arguments["kwargs"] = {name: value for name, value in packing.items() if name not in PACKED}
-        if len(borders) <= 2:
-            return self.run(forward, given)
-        return self.each(forward, given, borders)
-
-    def run(self, forward: Any, given: inspect.BoundArguments) -> Any:
-        told = given.arguments
-        hidden, mask, cache = told["hidden_states"], told.get("attention_mask"), told.get("cache_params")
-        family = family_of(self.original)
+        forward, family = own_forward(self.original), family_of(self.original)
         assert family is not None, "attach has found it"
+        given = inspect.signature(forward).bind(self, *args, **kwargs)
+        hidden, packing = given.arguments["hidden_states"], given.arguments.get("kwargs", {})
+        borders = borders_of(packing, hidden.shape[1])
+        given.arguments["kwargs"] = {name: value for name, value in packing.items() if name not in PACKED}
+        if len(borders) > 2 and family.packs:
+            given.arguments["kwargs"]["cu_seqlens"] = torch.tensor(borders, device=hidden.device)
+        elif len(borders) > 2:
+            return self.each(forward, family, given, borders)
+        return self.run(forward, family, given)
+
+    def run(self, forward: Any, family: Family, given: inspect.BoundArguments) -> Any:
+        told = given.arguments
+        hidden, mask = told["hidden_states"], None if family.packs else told.get("attention_mask")
+        cache = told.get("cache_params", told.get("past_key_values"))
         before = None if cache is None else read_covariance(cache, self.layer_idx)
         scope = dict(forward.__globals__)
         real = None if mask is None else mask[:, -hidden.shape[1] :].bool()
@@ -205,7 +245,7 @@ class Cleaned(nn.Module):
             write_covariance(cache, self.layer_idx, call.after)
         return output
 
-    def each(self, forward: Any, given: inspect.BoundArguments, borders: list[int]) -> Tensor:
+    def each(self, forward: Any, family: Family, given: inspect.BoundArguments, borders: list[int]) -> Tensor:
         """Packed sequences, one after the other: what separate ones give, whatever the functions could do."""
         hidden = given.arguments["hidden_states"]
         for name in ("cache_params", "attention_mask"):
@@ -217,7 +257,7 @@ class Cleaned(nn.Module):
         for begin, end in itertools.pairwise(borders):
             if end > begin:
                 given.arguments["hidden_states"] = hidden[:, begin:end]
-                outputs.append(self.run(forward, given))
+                outputs.append(self.run(forward, family, given))
         return torch.cat(outputs, dim=1)
 
 

@@ -79,6 +79,22 @@ def test_a_layer_that_calls_other_functions_than_are_known_is_refused(model, mon
         ccq.attach(model)
 
 
+def test_a_model_is_attached_to_whole_or_not_at_all(model):
+    model.model.layers[1].linear_attn.to("meta")  # as accelerate leaves what it offloads
+    with pytest.raises(AttachError, match="offloaded"):
+        ccq.attach(model)
+    assert not attached(model)
+    assert not hasattr(model.config, "ccq_adapter")
+    ccq.attach(model, layers=[0])
+
+
+def test_a_forward_that_someone_else_replaced_is_refused(model):
+    model.model.layers[2].linear_attn.forward = lambda *args, **kwargs: None
+    with pytest.raises(AttachError, match="was replaced"):
+        ccq.attach(model)
+    assert not attached(model)
+
+
 def test_twice_is_refused(model):
     with pytest.raises(AttachError, match="has cleaning already"):
         ccq.attach(ccq.attach(model))
