@@ -481,7 +481,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 20, 2, 8, generator=draw, requires_grad=True) for _ in range(2))
     lam = torch.rand(1, 20, 2, generator=draw).requires_grad_()
-    expected = torch.autograd.grad(ccq.clean_query(q, k, lam)[0].square().sum(), (q, k, lam))
-    out = checkpoint(lambda *x: ccq.clean_query(*x)[0], q, k, lam, use_reentrant=False)
+    expected = torch.autograd.grad(clean_query(q, k, lam)[0].square().sum(), (q, k, lam))
+    out = checkpoint(lambda *x: clean_query(*x)[0], q, k, lam, use_reentrant=False)
     for got, truth in zip(torch.autograd.grad(out.square().sum(), (q, k, lam)), expected, strict=True):
         assert torch.equal(got, truth)
