@@ -43,6 +43,7 @@ class Info:
 def info(config: CCQConfig, length: int = 4096) -> Info:
     """The numbers of a model in bf16, which is made on the meta device: without memory.
 
+    >>> from ccq.model import CCQConfig
     >>> round(info(CCQConfig.preset("ccq-gla-1.3b")).state_bytes / 2**20, 1)
     94.6
     """
