@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,40 @@ def test_results_lie_beside_the_user_under_the_name_of_the_gpu(kind, gpu, file, 
     assert {"command", "date", "versions"} <= written.keys()
     results.write(parser.parse_args(["--out", "mine.json"]), {"rows": []})
     assert (tmp_path / "mine.json").exists()
+
+
+def test_what_the_docs_say_of_training_on_is_what_was_measured():
+    root = Path(__file__).parent.parent
+    text = (root / "docs" / "training.md").read_text()
+    found = json.loads((root / "benchmarks" / "results" / "continue_tiny.json").read_text())["seeds"]
+    names = {
+        "SEEDS": list(found), "mean": lambda values: statistics.mean(list(values)),
+        "lower": lambda a, b, seed: found[seed][a]["valid_loss"] - found[seed][b]["valid_loss"],
+        "accuracy": lambda row, seed: found[seed][row]["valid_accuracy"],
+        "p_of": two_sided,
+    }  # fmt: skip
+    sentences = re.findall(r"<!-- holds: (.+?) -->", text)
+    assert len(sentences) == 6
+    for sentence in sentences:
+        assert eval(sentence, names), sentence
+    rows = re.findall(r"^\| (\d) \|(( [\d.]+ \|)+)$", text, re.M)
+    told = {seed: cells.strip(" |").split(" | ") for seed, cells, _ in rows}
+    columns = ("begun", "gla", "ccq-gla", "gates alone")
+    assert told == {s: [f"{rows[row]['valid_loss']:.3f}" for row in columns] for s, rows in found.items()}
+
+
+def two_sided(values):
+    """p of a paired t-test of three differences: with two degrees of freedom t's distribution has a closed form."""
+    assert len(values) == 3
+    t = statistics.mean(values) / (statistics.stdev(values) / len(values) ** 0.5)
+    return 1 - abs(t) / (2 + t * t) ** 0.5
+
+
+def test_the_script_of_training_on_works(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("continue_tiny", SCRIPT.with_name("continue_tiny.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", ["continue_tiny.py", "--quick"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of this process, for other tests
+    module.main()
+    assert re.search(r"seed 0: begun \d.*, gla \d.*, ccq-gla \d.*, gates alone \d", capsys.readouterr().out)

@@ -5,14 +5,16 @@ import shutil
 
 import pytest
 import torch
-from train_helpers import small
+from train_helpers import small, write_shards
 
 from ccq import cli
 from ccq.pretrained import load_config, load_model, load_tokenizer
 from ccq.report.collect import collect
 from ccq.shipped import ModelError
 from ccq.train import RunError
+from ccq.train.config import recall
 from ccq.train.export import export
+from ccq.train.folder import fingerprint
 from ccq.train.loop import train
 
 
@@ -75,3 +77,15 @@ def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(RunError, match="holds no checkpoint that is whole"):
         load_model(str(tmp_path))
+
+
+def test_a_recall_model_is_asked_what_it_was_validated_on_else_trained_on():
+    asked = [recall(small(valid_slices=valid))["slices"] for valid in (((32, 4, 8),), ())]
+    assert asked == [[[32, 4]], [[16, 2], [24, 3]]]
+
+
+def test_the_same_ids_of_another_tokenizer_are_other_data(tmp_path):
+    for name, hash_ in (("one", "1" * 64), ("two", "2" * 64), ("again", "1" * 64)):
+        write_shards(tmp_path / name, [[[1, 2, 3]]], hash_=hash_)
+    one, two, again = (fingerprint(str(tmp_path / name)) for name in ("one", "two", "again"))
+    assert one == again != two

@@ -22,6 +22,7 @@ from ccq.train import RunError, loop, parallelize
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.data import train_source
 from ccq.train.loop import Trainer, train
+from ccq.train.monitor import sample, tokenizer_of
 from ccq.train.optimizer import pure_decay
 from ccq.train.world import join
 
@@ -437,6 +438,14 @@ def test_samples_begin_with_the_prompt(text_run):
     samples = [row["sample"] for row in log_of(run) if "sample" in row]
     assert len(samples) == 2
     assert all(text.startswith("the") for text in samples)
+
+
+def test_a_sample_is_drawn_by_its_step(text_run, world):
+    """The same weights say the same again at a step, and something else at another."""
+    config, run = text_run
+    model = loaded(config, run)
+    said = [sample(model, config, world, tokenizer_of(run), step) for step in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
 
 
 def test_tensorboard_has_what_the_log_has(text_run):
