@@ -24,17 +24,23 @@ class Layout(NamedTuple):
 
 
 def make_layout(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device, size: int) -> Layout:
-    """Cut `batch` sequences of `length` tokens, or the packed ones, into chunks of `size`."""
+    """Cut `batch` sequences of `length` tokens, or the packed ones, into chunks of `size`, a power of two.
+
+    Of fewer tokens where sequences are short, or most packed ones are: a chunk that is not full costs as much as one
+    that is.
+    """
     if cu_seqlens is None:
+        size = min(size, 1 << (length - 1).bit_length())
         return Layout(size, [batch] * -(-length // size), None, None, None)
     borders = cu_seqlens.tolist()
     check_borders(borders, length)  # the values are at hand
     begins = torch.tensor(borders)
     lengths = begins.diff()
+    size = min(size, max(4, 1 << (length // len(lengths) - 1).bit_length()))
     chunks = (lengths + size - 1) // size
     order = chunks.argsort(descending=True, stable=True)
     place = order.argsort()
-    counts = torch.tensor([int((chunks > r).sum()) for r in range(int(chunks.max()))])
+    counts = len(chunks) - torch.bincount(chunks).cumsum(0)[:-1]  # with more chunks than 0, 1, ...
     before = counts.cumsum(0) - counts  # chunks of lower rank
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = torch.arange(length) - begins[owner]

@@ -149,8 +149,8 @@ def chunk_keys(k: Tensor, log_decay: Tensor | None, past: Past) -> Chunked:
     second_moment, key_sum = start_state(k, past)
     kc = to_chunks(k, layout).contiguous()
     if log_decay is None:
-        local = torch.arange(1, CHUNK + 1, device=k.device)
-        t = torch.cat([(rank * CHUNK + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
+        local = torch.arange(1, layout.size + 1, device=k.device)
+        t = torch.cat([(rank * layout.size + local).expand(n, -1) for rank, n in enumerate(layout.counts)])
         if past.seen is not None:
             t = t + per_chunk(past.seen, layout)[:, None]
         t = t.to(k.dtype)[:, None]

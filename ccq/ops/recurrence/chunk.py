@@ -70,8 +70,7 @@ def channel_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Ten
 def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
     batch, length, heads, key_size = q.shape
     high = stats_dtype(q.dtype)
-    longest = length if cu_seqlens is None else int(cu_seqlens.diff().max())
-    layout = make_layout(batch, length, cu_seqlens, q.device, min(CHUNK, 1 << (longest - 1).bit_length()))
+    layout = make_layout(batch, length, cu_seqlens, q.device, CHUNK)
     state = start(initial_state, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, q, v)
     state = in_order(state, layout.order).unflatten(1, (heads, -1))  # [N, H, G, K, V]
 

@@ -74,8 +74,7 @@ def mesa(
 def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
     batch, length, _, size = q.shape
     high, dtype = stats_dtype(q.dtype), v.dtype
-    longest = length if cu_seqlens is None else int(cu_seqlens.diff().max())
-    layout = make_layout(batch, length, cu_seqlens, q.device, min(CHUNK, 1 << (longest - 1).bit_length()))
+    layout = make_layout(batch, length, cu_seqlens, q.device, CHUNK)
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = in_order(start(initial_state, n, q, v), layout.order)
     with exact_matmul(q) if q.is_cuda else no_autocast(q):

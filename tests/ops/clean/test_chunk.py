@@ -23,6 +23,7 @@ from helpers import (
     unit_vector,
 )
 
+from ccq.ops.chunks import make_layout
 from ccq.ops.clean import chunk
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -189,3 +190,13 @@ def test_chunk_is_what_auto_runs_on_a_cpu():
     case = make_case(T=130)
     for ref, got in zip(clean_query(*case.args, backend="chunk"), clean_query(*case.args), strict=True):
         assert ref is got is None or torch.equal(ref, got)
+
+
+@pytest.mark.parametrize("lengths", [[4] * 500, [5] * 400, [100] * 20, [300] * 7, [3] * 900 + [1000], [0, 7, 0, 129]])
+def test_chunks_of_packed_sequences_are_mostly_full(lengths):
+    """Thousands of short sequences in chunks of 128 would be 30 times the work. Also: how many chunks of each rank."""
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    layout = make_layout(1, sum(lengths), borders, borders.device, 128)
+    assert sum(layout.counts) * layout.size <= 2 * (sum(lengths) + len(lengths))
+    chunks = [-(-n // layout.size) for n in lengths]
+    assert layout.counts == [sum(n > rank for n in chunks) for rank in range(max(chunks))]
