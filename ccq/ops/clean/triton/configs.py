@@ -3,7 +3,7 @@
 A pass is a scan over states and the kernel that reads them: "clean" (of q in the forward, of its gradient in the
 backward) and "dk". tuned.json holds what was fastest on an H200, for a pass, the products' dtype, the key size rounded
 up to a power of two, and the work (tokens times heads), of which the nearest power of two counts: nothing depends on
-the exact length. `ccq bench tune --write` measures again and rewrites it. For the rest: the first candidate.
+the exact length. `benchmarks/tune.py --write` measures again and rewrites it. For the rest: the first candidate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Find tile sizes for this GPU, and keep them:  ccq bench tune --write
+"""Find tile sizes for this GPU, and keep them:
+
+    python benchmarks/tune.py --write
 
 Every candidate is compiled (in parallel processes) and timed at batch 1 and 8 (`pytest -m gpu` compares the numbers of
 each with fp64). The scan and the kernel that reads its states are timed apart, since they share only BN and S.
@@ -9,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-from collections.abc import Sequence
 from dataclasses import asdict, astuple, fields, replace
 from pathlib import Path
 
@@ -131,8 +132,9 @@ def tune(
     return rows, best
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = make_parser("tune", __doc__)
+    parser.prog = "python benchmarks/tune.py"
     parser.add_argument("--key-sizes", default="64,128,256")
     parser.add_argument("--dtypes", default="bf16", help=f"of {', '.join(DTYPES)} (%(default)s)")
     parser.add_argument("--passes", default=",".join(PASSES))
@@ -142,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", type=Path, nargs="?", const=TUNED, help=f"keep the fastest, in {TUNED.name} by default"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     groups = [
         (name, int(size), DTYPES[dtype], hopper)
         for dtype in options.dtypes.split(",")
@@ -169,7 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(options, {"rows": rows})
     if options.write is not None:
         keep(best, options.write)
-    return 0
 
 
 def keep(best: list[dict], path: Path) -> None:
@@ -180,3 +181,7 @@ def keep(best: list[dict], path: Path) -> None:
     lines = ",\n  ".join(json.dumps(table[key]) for key in sorted(table))
     about = json.dumps({**provenance(), "config": [field.name for field in fields(Config)]})
     path.write_text(f'{{"about": {about},\n "rows": [\n  {lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()
