@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,20 +190,20 @@ def of_analysis(result: dict) -> list[Figure]:
             for what, measure in (("mean less mean", "mean"), ("best less best", "best"))
             if f"{key}_{measure}" in result
         ]
-        panels = [Panel(what, heat(table, result["layers"], digits=3)) for what, table in tables]
+        panels = [Panel(what, partial(heat, table, result["layers"], digits=3)) for what, table in tables]
         title = f"{name}: change of the needle's margin by cleaning"
         return [Figure("", title, "Red: wider.", panels, columns=2, size=heat_size([table for _, table in tables]))]
     figures = []
     if "lam" in result:
         figures.append(of_gates([(name, [result])], tuple(PLACES)))
         figures[0].panels += [
-            Panel(f"lam at {place}", heat(grid(result["lam"][place]), result["layers"], "viridis", 0.0))
-            for place in ("text", "retrieval")
+            Panel(f"lam at {place}", partial(heat, lam, result["layers"], colours="viridis", low=0.0))
+            for place, lam in ((place, grid(result["lam"][place])) for place in ("text", "retrieval"))
         ]
         if "angle" in result:
-            figures[0].panels.append(Panel("how far q is turned", of_angles(result)))
+            figures[0].panels.append(Panel("how far q is turned", partial(of_angles, result)))
     if "training" in result:
-        panel = Panel(f"{name}: lam over training", of_layers(result["training"]))
+        panel = Panel(f"{name}: lam over training", partial(of_layers, result["training"]))
         figures.append(Figure("training", panel.title, "", [panel], size=(6, 3.6)))
     return figures
 
@@ -211,10 +212,10 @@ def of_alignment(points: Sequence[tuple[str, dict]]) -> list[Figure]:
     """The paper's three figures, and the spectrum of Sigma: a panel each for keys caught somewhere in some model."""
     heads = [grid(point["top"][TOP]["unique"]["by_head"]) for _, point in points]
 
-    def made(name: str, title: str, caption: str, draw: Callable[[dict], Draw], groups: Sequence[str] = ()) -> Figure:
+    def made(name: str, title: str, caption: str, draw: Callable, groups: Sequence[str] = ()) -> Figure:
         legend = [(*GROUPS[group], "") for group in groups]
         return Figure(
-            name, title, caption, [Panel(what, draw(point)) for what, point in points], legend, size=(4.0, 2.9)
+            name, title, caption, [Panel(what, partial(draw, point)) for what, point in points], legend, size=(4.0, 2.9)
         )
 
     groups = ("unique", "needle", "planted", "near", "rare")
@@ -224,7 +225,8 @@ def of_alignment(points: Sequence[tuple[str, dict]]) -> list[Figure]:
         made("histogram", "Alignment of tokens, all layers pooled", "Share of a key's centred energy in the top 16 "
              "directions. Dotted: keys without structure.", histogram, ("distractor", "unique", "planted")),
         Figure("heads", "Gap by layer and head", "Blue: negative, as assumed; red: positive.",
-               [Panel(what, heat(table, point["layers"])) for (what, point), table in zip(points, heads, strict=True)],
+               [Panel(what, partial(heat, table, point["layers"]))
+                for (what, point), table in zip(points, heads, strict=True)],
                size=heat_size(heads)),
         made("spectrum", "Spectrum of Sigma, mean over heads and prompts", "Dotted: isotropic keys; dashed: the top "
              "16. Dark: the first layers.", spectrum),
@@ -247,39 +249,33 @@ def whole(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def depth(point: dict) -> Draw:
-    def draw(axes: Any) -> None:
-        axes.axhline(0, color=INK, lw=0.8)
-        part, layers = point["top"][TOP], point["layers"]
-        for group in ("unique", "needle", "planted", "near", "rare"):
-            if group in part:
-                _, colour, dashes = GROUPS[group]
-                gap = numbers(part[group]["by_layer"])
-                axes.plot(layers, gap, color=colour, ls=dashes, marker="o", ms=2.5, lw=1.5)
-                if group == "unique":
-                    band = numbers(part[group]["deviation_by_layer"])
-                    axes.fill_between(layers, gap - band, gap + band, color=colour, alpha=0.15, lw=0)
-        axes.set(xlabel="layer", ylabel="gap to all distractors")
-        whole(axes)
-
-    return draw
+def depth(point: dict, axes: Any) -> None:
+    axes.axhline(0, color=INK, lw=0.8)
+    part, layers = point["top"][TOP], point["layers"]
+    for group in ("unique", "needle", "planted", "near", "rare"):
+        if group in part:
+            _, colour, dashes = GROUPS[group]
+            gap = numbers(part[group]["by_layer"])
+            axes.plot(layers, gap, color=colour, ls=dashes, marker="o", ms=2.5, lw=1.5)
+            if group == "unique":
+                band = numbers(part[group]["deviation_by_layer"])
+                axes.fill_between(layers, gap - band, gap + band, color=colour, alpha=0.15, lw=0)
+    axes.set(xlabel="layer", ylabel="gap to all distractors")
+    whole(axes)
 
 
-def histogram(point: dict) -> Draw:
-    def draw(axes: Any) -> None:
-        part = point["top"][TOP]
-        for group in ("distractor", "unique", "planted"):
-            if group in part["histogram"]:
-                _, colour, dashes = GROUPS[group]
-                counts = numbers(part["histogram"][group])
-                density = counts / max(counts.sum(), 1) * len(counts)
-                axes.stairs(density, np.linspace(0, 1, len(counts) + 1), color=colour, ls=dashes, lw=1.5)
-        shares = part["of_isotropic_keys"]
-        for share in shares if isinstance(shares, list) else [shares]:
-            axes.axvline(share, color=INK, ls=":", lw=1)
-        axes.set(xlabel="share in the top 16", ylabel="density", xlim=(0, 1))
-
-    return draw
+def histogram(point: dict, axes: Any) -> None:
+    part = point["top"][TOP]
+    for group in ("distractor", "unique", "planted"):
+        if group in part["histogram"]:
+            _, colour, dashes = GROUPS[group]
+            counts = numbers(part["histogram"][group])
+            density = counts / max(counts.sum(), 1) * len(counts)
+            axes.stairs(density, np.linspace(0, 1, len(counts) + 1), color=colour, ls=dashes, lw=1.5)
+    shares = part["of_isotropic_keys"]
+    for share in shares if isinstance(shares, list) else [shares]:
+        axes.axvline(share, color=INK, ls=":", lw=1)
+    axes.set(xlabel="share in the top 16", ylabel="density", xlim=(0, 1))
 
 
 def heat_size(tables: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -289,98 +285,80 @@ def heat_size(tables: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def heat(
-    table: np.ndarray, layers: list[int], colours: str = "RdBu_r", low: float | None = None, digits: int = 2
-) -> Draw:
+    table: np.ndarray, layers: list[int], axes: Any, colours: str = "RdBu_r", low: float | None = None, digits: int = 2
+) -> None:
     """Rows are layers, the deepest on top; columns heads; colours from `low` to the largest, else alike about zero."""
-
-    def draw(axes: Any) -> None:
-        limit = (float(np.nanmax(np.abs(table))) if np.isfinite(table).any() else 0.0) or 1.0
-        image = axes.pcolormesh(table, cmap=colours, vmin=-limit if low is None else low, vmax=limit, edgecolors="none")
-        if table.shape[1] <= 16 and len(layers) <= 32:
-            for (row, column), value in np.ndenumerate(table):
-                if np.isfinite(value):
-                    red, green, blue, _ = image.cmap(image.norm(value))
-                    colour = "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "#010101"  # not the page's ink
-                    axes.text(column + 0.5, row + 0.5, f"{value:.{digits}f}", ha="center", va="center", fontsize=5.5,
-                              color=colour)  # fmt: skip
-        axes.figure.colorbar(image, ax=axes, shrink=0.8)
-        axes.set_xticks(np.arange(table.shape[1]) + 0.5, [str(head) for head in range(table.shape[1])], fontsize=7)
-        step = max(1, len(layers) // 12)
-        axes.set_yticks(np.arange(0, len(layers), step) + 0.5, [str(layer) for layer in layers[::step]], fontsize=7)
-        axes.set(xlabel="head", ylabel="layer")
-        axes.grid(visible=False)
-
-    return draw
+    limit = (float(np.nanmax(np.abs(table))) if np.isfinite(table).any() else 0.0) or 1.0
+    image = axes.pcolormesh(table, cmap=colours, vmin=-limit if low is None else low, vmax=limit, edgecolors="none")
+    if table.shape[1] <= 16 and len(layers) <= 32:
+        for (row, column), value in np.ndenumerate(table):
+            if np.isfinite(value):
+                red, green, blue, _ = image.cmap(image.norm(value))
+                colour = "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "#010101"  # not the page's ink
+                axes.text(column + 0.5, row + 0.5, f"{value:.{digits}f}", ha="center", va="center", fontsize=5.5,
+                          color=colour)  # fmt: skip
+    axes.figure.colorbar(image, ax=axes, shrink=0.8)
+    axes.set_xticks(np.arange(table.shape[1]) + 0.5, [str(head) for head in range(table.shape[1])], fontsize=7)
+    step = max(1, len(layers) // 12)
+    axes.set_yticks(np.arange(0, len(layers), step) + 0.5, [str(layer) for layer in layers[::step]], fontsize=7)
+    axes.set(xlabel="head", ylabel="layer")
+    axes.grid(visible=False)
 
 
-def spectrum(point: dict) -> Draw:
-    def draw(axes: Any) -> None:
-        colours, layers = matplotlib.colormaps["viridis"], point["layers"]
-        for layer, values in zip(layers, point["spectrum"]["by_layer"], strict=True):
-            axes.plot(range(1, len(values) + 1), values, color=colours(0.9 * layer / max(1, max(layers))), lw=0.9)
-        for size in point["head_sizes"]:
-            axes.axhline(1 / size, color=INK, ls=":", lw=1)
-        axes.axvline(int(TOP), color=GREY, lw=0.8, ls="--")
-        axes.set(xscale="log", yscale="log", xlabel="eigenvalue of Sigma, by rank", ylabel="share of the trace")
-        ticks = [2**i for i in range(7)]
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set_xticks([], minor=True)
-
-    return draw
+def spectrum(point: dict, axes: Any) -> None:
+    colours, layers = matplotlib.colormaps["viridis"], point["layers"]
+    for layer, values in zip(layers, point["spectrum"]["by_layer"], strict=True):
+        axes.plot(range(1, len(values) + 1), values, color=colours(0.9 * layer / max(1, max(layers))), lw=0.9)
+    for size in point["head_sizes"]:
+        axes.axhline(1 / size, color=INK, ls=":", lw=1)
+    axes.axvline(int(TOP), color=GREY, lw=0.8, ls="--")
+    axes.set(xscale="log", yscale="log", xlabel="eigenvalue of Sigma, by rank", ylabel="share of the trace")
+    ticks = [2**i for i in range(7)]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
 
 
 def of_gates(groups: Sequence[tuple[str, list[dict]]], places: Sequence[str]) -> Figure:
     """lam by layer: a panel a model, thin lines its seeds."""
 
-    def panel(title: str, seeds: list[dict]) -> Panel:
-        def draw(axes: Any) -> None:
-            layers = seeds[0]["layers"]
-            for place in places:
-                colour, dashes = PLACES[place]
-                means = np.array([[np.mean(heads) for heads in seed["lam"][place]] for seed in seeds])
-                if len(seeds) > 1:
-                    axes.plot(layers, means.T, color=colour, ls=dashes, lw=0.8, alpha=0.5)
-                axes.plot(layers, means.mean(0), color=colour, ls=dashes, marker="o", ms=3)
-            if len(seeds) == 1 and all(seeds[0].get("of_bias") or [None]):
-                axes.plot(layers, [np.mean(row) for row in seeds[0]["of_bias"]], "_", color=INK, ms=9)
-            axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05))
-            whole(axes)
-
-        return Panel(title, draw)
+    def draw(seeds: list[dict], axes: Any) -> None:
+        layers = seeds[0]["layers"]
+        for place in places:
+            colour, dashes = PLACES[place]
+            means = np.array([[np.mean(heads) for heads in seed["lam"][place]] for seed in seeds])
+            if len(seeds) > 1:
+                axes.plot(layers, means.T, color=colour, ls=dashes, lw=0.8, alpha=0.5)
+            axes.plot(layers, means.mean(0), color=colour, ls=dashes, marker="o", ms=3)
+        if len(seeds) == 1 and all(seeds[0].get("of_bias") or [None]):
+            axes.plot(layers, [np.mean(row) for row in seeds[0]["of_bias"]], "_", color=INK, ms=9)
+        axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05))
+        whole(axes)
 
     caption = "Mean gate over heads; thin: each seed; _ : sigmoid of the bias alone."
     legend = [(place, *PLACES[place], "o") for place in places]
-    return Figure("layers", "How much is cleaned, by layer", caption, [panel(*group) for group in groups], legend,
-                  size=(4.0, 2.8))  # fmt: skip
+    panels = [Panel(title, partial(draw, seeds)) for title, seeds in groups]
+    return Figure("layers", "How much is cleaned, by layer", caption, panels, legend, size=(4.0, 2.8))
 
 
-def of_angles(result: dict) -> Draw:
+def of_angles(result: dict, axes: Any) -> None:
     """The angle between q and q_clean by layer: median and 95%."""
-
-    def draw(axes: Any) -> None:
-        for place in ("text", "retrieval"):
-            colour, dashes = PLACES[place]
-            angle = result["angle"][place]
-            axes.plot(result["layers"], angle["median"], color=colour, ls=dashes, marker="o", ms=3)
-            axes.fill_between(result["layers"], angle["median"], angle["high"], color=colour, alpha=0.15, lw=0)
-        axes.set(xlabel="layer", ylabel="degrees: median, up to 95%", ylim=(0, None))
-        whole(axes)
-
-    return draw
+    for place in ("text", "retrieval"):
+        colour, dashes = PLACES[place]
+        angle = result["angle"][place]
+        axes.plot(result["layers"], angle["median"], color=colour, ls=dashes, marker="o", ms=3)
+        axes.fill_between(result["layers"], angle["median"], angle["high"], color=colour, alpha=0.15, lw=0)
+    axes.set(xlabel="layer", ylabel="degrees: median, up to 95%", ylim=(0, None))
+    whole(axes)
 
 
-def of_layers(training: dict) -> Draw:
+def of_layers(training: dict, axes: Any) -> None:
     """lam of each layer over training, and where weight decay alone would carry it."""
-
-    def draw(axes: Any) -> None:
-        lam, colours = numbers(training["lam"]), matplotlib.colormaps["viridis"]
-        last = lam.shape[1] - 1
-        for layer in range(last + 1):
-            label = f"layer {layer}" if layer in (0, last) else None
-            axes.plot(training["step"], lam[:, layer], color=colours(0.9 * layer / max(1, last)), lw=1, label=label)
-        if training["decay_alone"] is not None:
-            axes.plot(training["step"], training["decay_alone"], "--", color=RED, lw=2, label="weight decay alone")
-        axes.set(xlabel="step", ylabel="mean lam", ylim=(0, None))
-        axes.legend()
-
-    return draw
+    lam, colours = numbers(training["lam"]), matplotlib.colormaps["viridis"]
+    last = lam.shape[1] - 1
+    for layer in range(last + 1):
+        label = f"layer {layer}" if layer in (0, last) else None
+        axes.plot(training["step"], lam[:, layer], color=colours(0.9 * layer / max(1, last)), lw=1, label=label)
+    if training["decay_alone"] is not None:
+        axes.plot(training["step"], training["decay_alone"], "--", color=RED, lw=2, label="weight decay alone")
+    axes.set(xlabel="step", ylabel="mean lam", ylim=(0, None))
+    axes.legend()
