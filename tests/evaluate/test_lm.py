@@ -140,6 +140,12 @@ def test_a_tokenizer_with_a_bos_of_its_own_asks_as_the_harness_does(llama, token
             expected = [x[0] if isinstance(x, (list, tuple)) else x for x in sample["filtered_resps"]]
             assert output == pytest.approx(expected, abs=1e-4, rel=1e-7)
     assert ours["tokenizer"]["hash"] != tokenizer_hash(tokenizer)
+    # what no task here asks: an empty context, and a text that brings the token itself
+    seen = []
+    lm = harness.adapter(mine, [96], lambda asked: seen.extend(asked) or [(0.0, False)] * len(asked))
+    lm.loglikelihood([types.SimpleNamespace(args=pair) for pair in (("", " the bird"), ("! the", " bird"))])
+    plain = tokenizer(" the bird").input_ids
+    assert seen == [([bos, *plain], 1), ([bos, *plain], 1 + len(tokenizer(" the").input_ids))]
 
 
 def test_wikitext_at_two_lengths_side_by_side(llama, tokenizer, data, tmp_path):
