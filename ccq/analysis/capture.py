@@ -91,8 +91,8 @@ def layer_of(name: str) -> int:
     return int(numbers[-1]) if numbers else 0
 
 
-def known_projections(model: nn.Module) -> list[Projection]:
-    """The key projections of a model in the order of its layers."""
+def find_projections(model: nn.Module, needed: bool = True) -> list[Projection]:
+    """The key projections of a model in the order of its layers; AnalysisError where there are none but `needed`."""
     found = []
     for name, module in model.named_modules():
         parent_name, _, last = name.rpartition(".")
@@ -106,42 +106,33 @@ def known_projections(model: nn.Module) -> list[Projection]:
         else:
             continue
         found.append(Projection(layer_of(name), name, module, parent, head_size(model, parent), layout))
-    return sorted(found, key=lambda projection: projection.layer)
-
-
-def find_projections(model: nn.Module) -> list[Projection]:
-    """The same; AnalysisError where there are none."""
-    found = known_projections(model)
-    if not found:
+    if needed and not found:
         names = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name})
         raise AnalysisError(
             f"{type(model).__name__} has no key projection that is known here (a module called "
             f"{', '.join((*SEPARATE, *FUSED))}). Its modules: {', '.join(names)}"
         )
-    return found
+    return sorted(found, key=lambda projection: projection.layer)
 
 
 def head_size(model: nn.Module, parent: nn.Module) -> int:
     if isinstance(parent, Mamba2):
         return parent.state_size
-    for name in ("head_dim", "head_size", "key_size", "size"):  # a layer may differ from its model's config
-        value = getattr(parent, name, None)
-        if isinstance(value, int):
-            return value
     config = text_config(model)
-    for name in ("head_dim", "key_size"):
-        if isinstance(getattr(config, name, None), int):
-            return getattr(config, name)
-    return config.hidden_size // config.num_attention_heads
+    own = number(parent, "head_dim", "head_size", "key_size", "size")  # a layer may differ from its model's config
+    return own or number(config, "head_dim", "key_size") or config.hidden_size // config.num_attention_heads
 
 
 def query_heads(parent: nn.Module) -> int:
-    for holder in (parent, getattr(parent, "config", None)):
-        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"):
-            value = getattr(holder, name, None)
-            if isinstance(value, int):
-                return value
+    names = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+    if found := number(parent, *names) or number(getattr(parent, "config", None), *names):
+        return found
     raise AnalysisError(f"{type(parent).__name__} does not say how many heads it has, so its keys cannot be found")
+
+
+def number(holder: Any, *names: str) -> int | None:
+    """The first of these attributes that is one."""
+    return next((x for name in names if isinstance(x := getattr(holder, name, None), int)), None)
 
 
 def text_config(model: Any) -> Any:
@@ -160,7 +151,7 @@ def watch(
     The calls come layer by layer, as the model computes them; whoever is called reduces what it gets.
     """
     cleaners = [(name, module) for name, module in model.named_modules() if isinstance(module, QueryCleaner)]
-    projections = find_projections(model) if project is not None or not cleaners else known_projections(model)
+    projections = find_projections(model, needed=project is not None or not cleaners)
     with contextlib.ExitStack() as stack:
         for projection in projections:
             if project is not None:

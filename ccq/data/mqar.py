@@ -24,41 +24,18 @@ from ccq.data.batches import IGNORE
 from ccq.data.counter import bits, key_of, uniform
 from ccq.data.recall import Recall, Slice
 
+
+def _slices(samples: int, *kinds: tuple[int, int]) -> tuple[Slice, ...]:
+    return tuple(Slice(*kind, samples) for kind in kinds)
+
+
 # zoology's settings
-TRAIN = (
-    Slice(64, 4, 100_000),
-    Slice(128, 8, 20_000),
-    Slice(256, 16, 20_000),
-    Slice(256, 32, 20_000),
-    Slice(256, 64, 20_000),
-)
-TEST = (
-    Slice(64, 4, 1000),
-    Slice(64, 8, 1000),
-    Slice(64, 16, 1000),
-    Slice(128, 32, 1000),
-    Slice(256, 64, 1000),
-    Slice(512, 128, 1000),
-    Slice(1024, 256, 1000),
-)
+TRAIN = (Slice(64, 4, 100_000), *_slices(20_000, (128, 8), (256, 16), (256, 32), (256, 64)))
+TEST = _slices(1000, (64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
 # and those of its forgetting variant
 UPDATES = 4
-OVERWRITTEN_TRAIN = (
-    Slice(64, 4, 100_000),
-    Slice(128, 9, 20_000),
-    Slice(256, 16, 20_000),
-    Slice(256, 25, 20_000),
-    Slice(256, 36, 20_000),
-)
-OVERWRITTEN_TEST = (
-    Slice(64, 4, 1000),
-    Slice(64, 9, 1000),
-    Slice(128, 16, 1000),
-    Slice(256, 36, 1000),
-    Slice(512, 64, 1000),
-    Slice(1024, 144, 1000),
-    Slice(2048, 256, 1000),
-)
+OVERWRITTEN_TRAIN = (Slice(64, 4, 100_000), *_slices(20_000, (128, 9), (256, 16), (256, 25), (256, 36)))
+OVERWRITTEN_TEST = _slices(1000, (64, 4), (64, 9), (128, 16), (256, 36), (512, 64), (1024, 144), (2048, 256))
 
 
 def distinct(key: int, index: np.ndarray, size: int, count: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import re
+import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,23 +37,8 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "ruler": Form(  # as RULER's niah tasks say it, with one answer
-        "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the {kind} afterwards.\n",
-        "One of the special magic {kind}s for {key} is: {value}.",
-        "\nWhat is the special magic {kind} for {key} mentioned in the provided text? "
-        "The special magic {kind} for {key} mentioned in the provided text is {value}.",
-    ),
-    "note": Form(
-        "",
-        "Please note that the code of the {key} is {value}.",
-        "\nQuestion: What is the code of the {key}?\nAnswer: {value}.",
-    ),
-    "register": Form(
-        "The text below has entries of a register in it. Find them.\n",
-        "Entry: {key}, registered under {value}.",
-        "\nThe {key} is registered under {value}.",
-    ),
+    name: Form(**told)
+    for name, told in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
 MOST = 4  # needles in a document
 SMALLEST, NUMBERS = 1_000_000, 9_000_000  # seven digits

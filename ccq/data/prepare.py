@@ -232,8 +232,6 @@ class Encoders:
     def __init__(self, tokenizer: str, dtype: np.dtype, workers: int | None) -> None:
         if workers is None:
             workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if workers < 0:
-            raise DataError(f"workers must be at least 0, got {workers}")
         self.workers, self.setup = workers, (tokenizer, dtype.str)
 
     def __enter__(self) -> Encoders:

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ccq.data.counter import bits, key_of
+from ccq.data.needles import is_training_key, is_training_value, words
 from ccq.evaluate import sources
 from ccq.evaluate.errors import EvaluationError
 from ccq.evaluate.requests import Builder, RequestSet
@@ -63,13 +65,9 @@ class Draws:
     """Draws that are a function of a key alone, each from 64 bits of `ccq.data.counter`."""
 
     def __init__(self, *key: object) -> None:
-        from ccq.data.counter import key_of
-
         self.key, self.count = key_of("niah", GENERATOR, *key), 0
 
     def bits(self) -> int:
-        from ccq.data.counter import bits
-
         self.count += 1
         return int(bits(self.key, np.array([self.count]), 1)[0, 0])
 
@@ -91,39 +89,25 @@ class Needle:
 
 
 def draw(
-    task: str, length: int, index: int | str, seed: int, keys: str, words: tuple[Sequence[str], Sequence[str]]
+    task: str, length: int, index: int | str, seed: int, keys: str, word_lists: tuple[Sequence[str], Sequence[str]]
 ) -> Needle:
     """RULER's draw: an adjective-noun pair, a number of 7 digits or a random UUID, one of 40 depths."""
     haystack, values = KNOWN[task]
     draws = Draws(seed, task, length, index)
-    adjectives, nouns = words
+    adjectives, nouns = word_lists
     while True:
         key = f"{adjectives[draws.below(len(adjectives))]}-{nouns[draws.below(len(nouns))]}"
-        if keys == "all" or not training_may_hold(key=key):
+        if keys == "all" or not is_training_key(key):
             break
     while True:
         if values == "numbers":
             value = str(10**6 + draws.below(9 * 10**6))
         else:
             value = str(uuid.UUID(int=draws.bits() << 64 | draws.bits(), version=4))
-        if keys == "all" or not training_may_hold(value=value):
+        if keys == "all" or not is_training_value(value):
             break
     place = draws.bits() if haystack == "noise" else DEPTHS[draws.below(len(DEPTHS))]
     return Needle(key, value, place)
-
-
-def training_may_hold(key: str = "", value: str = "") -> bool:
-    """Whether training data with needles may have this key, or this value; `--keys odd` asks for the others."""
-    from ccq.data.needles import is_training_key, is_training_value
-
-    return is_training_key(key) if key else is_training_value(value)
-
-
-def word_lists() -> tuple[Sequence[str], Sequence[str]]:
-    """wonderwords' adjectives and nouns, sorted, without repeats."""
-    from ccq.data.needles import words
-
-    return words()
 
 
 class Haystack:
@@ -380,7 +364,7 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
         "generator": GENERATOR,
         "tokenizer": tokenizer_hash(tokenizer),
         "wonderwords": importlib.metadata.version("wonderwords"),
-        "words": hashlib.sha256("\n".join(itertools.chain(*word_lists())).encode()).hexdigest(),
+        "words": hashlib.sha256("\n".join(itertools.chain(*words())).encode()).hexdigest(),
         **haystack.versions,
     }
     answer = max(ANSWER, options.answer_tokens or 0)  # a shorter one leaves the prompts as RULER's are
@@ -396,10 +380,9 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
             return [json.loads(line) for line in lines[1:]], hashlib.sha256(path.read_bytes()).hexdigest()
         raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
     counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
-    words = word_lists()
     sizer = Sizer(
         task, length, options.sizing, haystack, counted,
-        lambda number: draw(task, length, number, options.seed, options.keys, words), answer,
+        lambda number: draw(task, length, number, options.seed, options.keys, words()), answer,
     )  # fmt: skip
     rows = []
     for index in range(count):

@@ -196,7 +196,7 @@ def test_what_is_trained_on_and_what_is_asked_have_nothing_in_common():
     """Keys, values and any 13 words of a haystack, as the suite draws them for `--keys odd`."""
     documents = made(300)
     drawn = [
-        niah.draw(task, length, i, 42, "odd", niah.word_lists())
+        niah.draw(task, length, i, 42, "odd", niah.words())
         for task in niah.TASKS for length in (1024, 4096) for i in range(100)
     ]  # fmt: skip
     assert not {key for d in documents for key in d.keys} & {needle.key for needle in drawn}
