@@ -24,6 +24,7 @@ TOKENIZER_FILES = (
 )
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*"),
+    "modeling_ccq.py",
     *TOKENIZER_FILES,
 )
 

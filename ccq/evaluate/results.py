@@ -25,7 +25,7 @@ from ccq.files import whole_file
 from ccq.systems import OFF, UNCHANGED, Identity
 
 # of a config: what says where a model came from or which outputs it hands out, not what it computes
-NOT_HASHED = ("transformers_version", "identity", "recall", "logits_with_loss")
+NOT_HASHED = ("transformers_version", "auto_map", "identity", "recall", "logits_with_loss")
 # options that came after 0.1: at these values a model is what it was, and so is its hash
 AS_BEFORE = [
     ("step", "scaled"), ("steps", 1), ("covariance_decay", "none"),

@@ -210,10 +210,10 @@ def packed_attention(
     tokens = q.shape[1]
     if choose("packed_attention", Call.of(q)) == "flash":
         return flash(q, k, v, seqs.cu_seqlens, tokens if seqs.longest is None else seqs.longest)
-    if not q.is_cuda:
+    if torch.compiler.is_compiling():  # it cannot take the sequences apart
         row, index = locate(seqs, tokens, q.device)
         return dot_product(q, k, v, mask=(row.mT == row) & (index <= index.mT))
-    pieces = [slice(a, b) for a, b in pairwise(seqs.cu_seqlens.tolist()) if a < b]  # a mask of T x T would not fit
+    pieces = [slice(a, b) for a, b in pairwise(seqs.cu_seqlens.tolist()) if a < b]  # a mask is of T x T
     return torch.cat([dot_product(q[:, s], k[:, s], v[:, s], is_causal=True) for s in pieces], dim=1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -25,6 +26,16 @@ CHOICES = {
     "direction": ("covariance", "other head", "mean"),
     "backend": ("auto", "chunk", "triton"),
 }
+
+# what a saved model brings along for those who do not import ccq, with trust_remote_code=True
+REMOTE = "modeling_ccq"
+REMOTE_CODE = '''"""The classes of this model are those of the package ccq: pip install "ccq[model]"."""
+
+from ccq.model import CCQConfig, CCQForCausalLM, CCQModel
+
+__all__ = ["CCQConfig", "CCQForCausalLM", "CCQModel"]
+'''
+AUTO_CLASSES = {"AutoConfig": "CCQConfig", "AutoModel": "CCQModel", "AutoModelForCausalLM": "CCQForCausalLM"}
 
 # what transformers itself passes or stores beside the fields; any other name is a mistake
 _FROM_TRANSFORMERS = (
@@ -103,7 +114,44 @@ class CCQConfig(PretrainedConfig):
             if name not in _FROM_TRANSFORMERS:
                 raise TypeError(f"CCQConfig: there is no option {name!r}.{nearest(name, known)}")
         super().__post_init__(**kwargs)
+        self.auto_map = {auto: f"{REMOTE}.{ours}" for auto, ours in AUTO_CLASSES.items()}
         self.check()
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers has it, with the file that makes AutoModelForCausalLM find our classes."""
+        folder = Path(save_directory)
+        if not folder.is_file():  # else transformers says what is wrong
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{REMOTE}.py").write_text(REMOTE_CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: `auto_map` is there already, and `save_pretrained` must not copy the files of ccq."""
+
+    # names by which other libraries ask
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.expand * self.hidden_size // self.head_size if self.mixer == "mamba2" else self.num_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        if self.mixer == "mamba2":
+            return self.num_groups
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        if self.mixer == "attention":
+            return self.hidden_size // self.num_heads
+        return self.state_size if self.mixer == "mamba2" else self.key_size
+
+    @property
+    def layer_types(self) -> list[str]:
+        kind = "full_attention" if self.mixer == "attention" else "linear_attention"
+        convolutions = self.base_conv_size is not None
+        return ["conv" if convolutions and not i % 2 else kind for i in range(self.num_hidden_layers)]
 
     def check(self) -> None:
         """Raise TypeError or ValueError where a value is impossible. Values may be assigned; a model checks again."""

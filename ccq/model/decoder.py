@@ -6,12 +6,11 @@ B batch, N sequences (B of them, or packed ones), T tokens, D hidden size, V voc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,7 +25,7 @@ from ccq.model.config import CCQConfig
 from ccq.model.graphs import Decoding
 from ccq.model.layers import RMSNorm, SwiGLU, add_norm
 from ccq.model.loss import IGNORE, linear_cross_entropy
-from ccq.ops.checks import check_borders
+from ccq.model.packing import arrange, borders_of, decodes
 from ccq.ops.precision import stats_dtype
 
 
@@ -108,6 +107,10 @@ class CCQPreTrainedModel(PreTrainedModel):
         config.check()  # values may have been assigned since it was made
         super().__init__(config)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: the config says where our classes are, and `save_pretrained` must not copy the files of ccq."""
+
     def _init_weights(self, module: nn.Module) -> None:
         # transformers does not come here with a module whose weights were loaded, and guards nn.init for the rest
         reset: Any = getattr(module, "reset_parameters", None)
@@ -186,6 +189,8 @@ class CCQModel(CCQPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         x = self.embed(input_ids, inputs_embeds)
+        if use_cache is None and attention_mask is not None and torch.compiler.is_compiling():
+            use_cache = past_key_values is not None  # what states hold depends on how much is padding
         cache = self.cache_for(past_key_values, use_cache)
         one = cache is not None and decodes(x, attention_mask, cu_seqlens, cache) and not output_hidden_states
         if one and not self.step_is_watched():
@@ -308,6 +313,12 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        position_ids: Int[Tensor, "B T"] | None = None,
+        seq_idx: Int[Tensor, "1 T"] | None = None,
+        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
+        cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> Any:
         """Logits, or with labels or targets the loss.
 
@@ -318,9 +329,18 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             logits_to_keep: of the last so many positions, of these positions, or of all: 0.
             num_items_in_batch: divide the sum of the loss by it, not by the tokens that this call scores: then the
                 losses of the parts of a batch add up to that of the whole.
+            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: packed sequences as other libraries tell them, in place
+                of cu_seqlens; max_length_q and max_length_k follow from them.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
         (the others: see CCQModel)
         """
+        others = {"position_ids": position_ids, "seq_idx": seq_idx}
+        others |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        if any(x is not None for x in others.values()):
+            given = input_ids if input_ids is not None else inputs_embeds
+            assert given is not None
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            cu_seqlens = borders_of(given.shape[:2], seen, attention_mask, cu_seqlens, others)
         scoring = labels is not None or targets is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -442,6 +462,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict) -> None:
+        """None: the model counts them."""
+
     def _prefill(
         self, input_ids: Any, generation_config: Any, model_kwargs: dict, is_first_iteration: bool = True
     ) -> Any:
@@ -461,6 +484,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""
         arguments.pop("tokenizer", None)
+        if arguments.get("position_ids") is None:
+            arguments.pop("position_ids", None)
         if arguments.get("graph_length") is None:
             arguments["graph_length"] = generation_config.max_length
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -470,90 +495,3 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **arguments)  # type: ignore[misc]
         finally:
             self.decoding.release()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The tokens of a call: [B, T] as they came, and as the layers see them, packed if there is padding."""
-
-    seqs: Sequences
-    shape: tuple[int, int]  # B, T
-    lengths: Int[Tensor, " N"]  # of the sequences, padding not counted
-    columns: int  # by how many the call makes the longest sequence longer, padding counted
-    real: Int[Tensor, " R"] | None  # of the B * T tokens, those that are no padding; None: all
-
-    def pack(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "1 R D"]:
-        return x if self.real is None else x.flatten(0, 1)[self.real][None]
-
-    def unpack(self, x: Float[Tensor, "1 R D"]) -> Float[Tensor, "B T D"]:
-        if self.real is None:
-            return x
-        flat = x.new_zeros(self.shape[0] * self.shape[1], x.shape[2])
-        return flat.index_copy(0, self.real, x[0]).view(*self.shape, x.shape[2])
-
-
-def columns_of(mask: Tensor, batch: int, tokens: int, seen: int) -> Bool[Tensor, "B T"]:
-    """The part of an attention mask that is about the tokens of a call."""
-    if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, seen + tokens):
-        lengths = " or ".join(str(n) for n in sorted({tokens, seen + tokens}))
-        raise ValueError(f"attention_mask: expected shape [{batch}, {lengths}], got {list(mask.shape)}")
-    return mask[:, mask.shape[1] - tokens :] != 0
-
-
-def decodes(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: CCQCache) -> bool:
-    """Whether a call is a decode step: one real token of each sequence that the cache holds, and no gradient."""
-    return (
-        bool(cache.states)
-        and x.shape[:2] == (cache.batch_size, 1)
-        and cu_seqlens is None
-        and not torch.is_grad_enabled()
-        and (mask is None or bool(columns_of(mask, cache.batch_size, 1, cache.seen).all()))
-    )
-
-
-def arrange(
-    x: Float[Tensor, "B T D"], mask: Tensor | None, cu_seqlens: Tensor | None, cache: CCQCache | None
-) -> Layout:
-    """Where the sequences of a call are. Padding goes once for all layers; a mask of ones is none."""
-    batch, tokens = x.shape[:2]
-    past, seen = (None, 0) if cache is None else (cache.lengths, cache.seen)
-    if mask is not None:
-        mask = columns_of(mask, batch, tokens, seen)
-        mask = None if bool(mask.all()) else mask
-
-    count, longest, columns, real, borders = batch, tokens, tokens, None, None
-    if cu_seqlens is not None:
-        if mask is not None:
-            raise ValueError("attention_mask: expected none beside cu_seqlens: packed sequences have no padding")
-        longest = columns = longest_of(cu_seqlens, batch, tokens)
-        borders = cu_seqlens.to(x.device, torch.int64)
-        count = borders.shape[0] - 1
-    elif mask is not None:
-        real = mask.flatten().nonzero()[:, 0]
-        borders = F.pad(mask.sum(1).cumsum(0), (1, 0))
-        longest = int(mask.sum(1).max())
-    if past is not None and past.shape[0] != count:
-        raise ValueError(f"past_key_values: expected a cache of {count} sequences, got one of {past.shape[0]}")
-
-    index = torch.arange(tokens if real is None else real.shape[0], device=x.device)
-    if borders is None:
-        lengths = torch.full((batch,), tokens, device=x.device)
-        positions = None if past is None else past[:, None] + index
-    else:
-        lengths = borders.diff()
-        row = torch.searchsorted(borders, index, right=True) - 1
-        positions = (index - borders[row] + (0 if past is None else past[row]))[None]
-    return Layout(Sequences(count, borders, positions, longest), (batch, tokens), lengths, columns, real)
-
-
-def longest_of(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
-    """The longest of the packed sequences. Looks at the values: once a batch, and for all layers."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens: expected integers of shape [N + 1], got {cu_seqlens.dtype} of {tuple(cu_seqlens.shape)}"
-        )
-    if batch != 1:
-        raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
-    borders = cu_seqlens.tolist()
-    check_borders(borders, tokens)
-    return max(end - begin for begin, end in pairwise(borders))

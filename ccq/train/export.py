@@ -22,6 +22,24 @@ from ccq.train.parallelize import DTYPES, make_model
 from ccq.train.world import join
 
 ORIGIN = "export.json"  # of which run and step an export is
+CARD = "README.md"
+# the same for all, so that it is never that of an older export
+CARD_TEXT = """---
+library_name: transformers
+tags: [ccq, linear-attention]
+---
+# A model of ccq
+
+It needs the package: `pip install "ccq[model]"`. config.json says what it is, export.json of which run and step.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+```
+
+Or, after `import ccq`, without `trust_remote_code`; or `model, tokenizer = ccq.load("FOLDER")`.
+"""
 
 
 def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
@@ -74,6 +92,8 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
                 tokenizer.save_pretrained(partial)
             model.save_pretrained(partial)
             write_json(partial / ORIGIN, {"run": mark, "step": step})
+            if not (out / CARD).exists():  # one that somebody has written stays
+                (partial / CARD).write_text(CARD_TEXT, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} could not be written: {reason(error)}") from error
     return step

@@ -218,7 +218,8 @@ def test_command(source, tmp_path, capsys):
     assert "left behind: README.md, modeling.py" in out
     assert (tmp_path / "ours" / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == [
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+        *("config.json", "generation_config.json", "model.safetensors", "modeling_ccq.py", "tokenizer.json"),
+        "tokenizer_config.json",
     ]
 
 
@@ -248,6 +249,7 @@ def test_a_name_on_the_hub(source, tmp_path, monkeypatch):
 
     folder = source("gla")
     asked = []
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda name, timeout: None)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, allow_patterns: asked.append(name) or str(folder)
     )
@@ -255,8 +257,8 @@ def test_a_name_on_the_hub(source, tmp_path, monkeypatch):
     assert asked == ["fla-hub/gla-1.3B-100B"]
 
     def fail(*_, **__):
-        raise FileNotFoundError("offline")
+        raise ConnectionError("offline")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(OSError, match="there is no such folder, and the Hub gives none: offline"):
+    monkeypatch.setattr(huggingface_hub, "model_info", fail)
+    with pytest.raises(OSError, match=r"no model 'fla-hub/gla': .* the Hub gives none \(ConnectionError: offline\)"):
         main(["fla-hub/gla", str(tmp_path / "x")])

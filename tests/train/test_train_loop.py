@@ -524,6 +524,7 @@ def test_an_export_replaces_the_one_before_and_nothing_else(text_run, tmp_path):
     assert cli.main(["export", str(text_run[1]), str(tmp_path / "fresh")]) == 0
     found, fresh = files_of(out), files_of(tmp_path / "fresh")
     assert found.pop(Path("README.md")) == b"mine"
+    assert b"trust_remote_code=True" in fresh.pop(Path("README.md"))
     assert found.pop(Path("adapter_model.safetensors")) == b"mine too"
     assert found == fresh
     assert {path.name for path in tmp_path.iterdir()} == {"out", "fresh"}
@@ -567,7 +568,7 @@ def test_an_export_takes_the_place_of_another_model_only_if_told_so(text_run, tm
     before = files_of(out)
     assert cli.main(["export", str(run), str(out)]) == 1
     said = capsys.readouterr().err
-    assert f"{out} is not empty, it holds adapter_config.json, config.json, eval, export.json and " in said
+    assert f"{out} is not empty, it holds README.md, adapter_config.json, config.json, eval and " in said
     assert "an older export of this run" in said
     assert "--force" in said
     assert files_of(out) == before

@@ -25,7 +25,7 @@ import torch
 
 from ccq.files import MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
-from ccq.model.config import CCQConfig
+from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
 from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
@@ -35,6 +35,7 @@ from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
 
+WEIGHT_FILES = re.compile(r"\.(safetensors|bin)(\.index\.json)?$")
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files beside the weights that go along
 
 
@@ -248,7 +249,7 @@ def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
         if file.name in COMPANIONS and file.is_file():
             shutil.copyfile(file, target / file.name)
             copied.append(file.name)
-        elif file.name != "config.json" and not re.search(r"\.(safetensors|bin)(\.index\.json)?$", file.name):
+        elif file.name not in ("config.json", f"{REMOTE}.py") and not WEIGHT_FILES.search(file.name):
             left.append(file.name)
     return copied, left
 

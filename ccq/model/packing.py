@@ -1,0 +1,176 @@
+"""Where the sequences of a call are: padded, packed as we say it, or packed as other libraries do.
+
+B batch, N sequences (B of them, or packed ones), T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ccq.mixers import Sequences
+from ccq.model.cache import CCQCache
+from ccq.ops.checks import check_borders
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of a call: [B, T] as they came, and as the layers see them, packed if there is padding."""
+
+    seqs: Sequences
+    shape: tuple[int, int]  # B, T
+    lengths: Int[Tensor, " N"]  # of the sequences, padding not counted
+    columns: int  # by how many the call makes the longest sequence longer, padding counted
+    real: Int[Tensor, " R"] | None  # of the B * T tokens, those that are no padding; None: all
+    # where nobody may look at the values: the tokens of each row, real ones first
+    order: Int[Tensor, "B T"] | None = None
+
+    def pack(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "1 R D"]:
+        if self.order is not None:
+            return x.gather(1, self.order[..., None].expand_as(x))
+        return x if self.real is None else x.flatten(0, 1)[self.real][None]
+
+    def unpack(self, x: Float[Tensor, "1 R D"]) -> Float[Tensor, "B T D"]:
+        if self.order is not None:
+            real = torch.arange(self.shape[1], device=x.device) < self.lengths[:, None]
+            x = x.masked_fill(~real[..., None], 0)
+            return torch.zeros_like(x).scatter(1, self.order[..., None].expand_as(x), x)
+        if self.real is None:
+            return x
+        flat = x.new_zeros(self.shape[0] * self.shape[1], x.shape[2])
+        return flat.index_copy(0, self.real, x[0]).view(*self.shape, x.shape[2])
+
+
+def columns_of(mask: Tensor, batch: int, tokens: int, seen: int) -> Bool[Tensor, "B T"]:
+    """The part of an attention mask that is about the tokens of a call."""
+    if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, seen + tokens):
+        lengths = " or ".join(str(n) for n in sorted({tokens, seen + tokens}))
+        raise ValueError(f"attention_mask: expected shape [{batch}, {lengths}], got {list(mask.shape)}")
+    return mask[:, mask.shape[1] - tokens :] != 0
+
+
+def decodes(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: CCQCache) -> bool:
+    """Whether a call is a decode step: one real token of each sequence that the cache holds, and no gradient."""
+    return (
+        bool(cache.states)
+        and x.shape[:2] == (cache.batch_size, 1)
+        and cu_seqlens is None
+        and not torch.is_grad_enabled()
+        and (mask is None or bool(columns_of(mask, cache.batch_size, 1, cache.seen).all()))
+    )
+
+
+def arrange(
+    x: Float[Tensor, "B T D"], mask: Tensor | None, cu_seqlens: Tensor | None, cache: CCQCache | None
+) -> Layout:
+    """Where the sequences of a call are. Padding goes once for all layers; a mask of ones is none."""
+    batch, tokens = x.shape[:2]
+    past, seen = (None, 0) if cache is None else (cache.lengths, cache.seen)
+    if mask is not None:
+        mask = columns_of(mask, batch, tokens, seen)
+        if cache is None and torch.compiler.is_compiling():
+            # a graph cannot depend on how much is padding; behind the real tokens it does not reach them
+            order = mask.int().argsort(dim=1, descending=True, stable=True)
+            return Layout(Sequences(batch, longest=tokens), (batch, tokens), mask.sum(1), tokens, None, order)
+        mask = None if bool(mask.all()) else mask
+
+    count, longest, columns, real, borders = batch, tokens, tokens, None, None
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("attention_mask: expected none beside cu_seqlens: packed sequences have no padding")
+        longest = columns = longest_of(cu_seqlens, batch, tokens)
+        borders = cu_seqlens.to(x.device, torch.int64)
+        count = borders.shape[0] - 1
+    elif mask is not None:
+        real = mask.flatten().nonzero()[:, 0]
+        borders = F.pad(mask.sum(1).cumsum(0), (1, 0))
+        longest = int(mask.sum(1).max())
+    if past is not None and past.shape[0] != count:
+        raise ValueError(f"past_key_values: expected a cache of {count} sequences, got one of {past.shape[0]}")
+
+    index = torch.arange(tokens if real is None else real.shape[0], device=x.device)
+    if borders is None:
+        lengths = torch.full((batch,), tokens, device=x.device)
+        positions = None if past is None else past[:, None] + index
+    else:
+        lengths = borders.diff()
+        row = torch.searchsorted(borders, index, right=True) - 1
+        positions = (index - borders[row] + (0 if past is None else past[row]))[None]
+    return Layout(Sequences(count, borders, positions, longest), (batch, tokens), lengths, columns, real)
+
+
+def longest_of(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
+    """The longest of the packed sequences. Looks at the values: once a batch, and for all layers."""
+    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens: expected integers of shape [N + 1], got {cu_seqlens.dtype} of {tuple(cu_seqlens.shape)}"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
+    borders = cu_seqlens.tolist()
+    check_borders(borders, tokens)
+    return max(end - begin for begin, end in pairwise(borders))
+
+
+def borders_of(
+    shape: torch.Size, seen: int, mask: Tensor | None, cu_seqlens: Tensor | None, others: Mapping[str, Tensor | None]
+) -> Tensor | None:
+    """cu_seqlens, as given or from what other libraries call them: cu_seq_lens_q and _k, seq_idx, position_ids.
+
+    Raises where two of them contradict each other, or positions are not those that the model counts itself.
+    """
+    found = {"cu_seqlens": cu_seqlens} | {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    given = {name: borders.tolist() for name, borders in found.items() if borders is not None}
+    index, positions = others.get("seq_idx"), others.get("position_ids")
+    if index is not None:
+        if shape[0] != 1 or index.shape != shape:
+            raise ValueError(f"seq_idx: expected shape [1, T], of one packed row, got {list(index.shape)}")
+        given["seq_idx"] = _borders(index[0].diff() != 0)
+    if positions is not None:
+        restarts = _restarts(positions, shape, seen, mask)
+        if restarts is not None:
+            given["position_ids"] = _borders(restarts)
+    for name, borders in given.items():
+        first = next(iter(given))
+        if borders != given[first]:
+            raise ValueError(f"{name}: expected the sequences of {first}, {given[first]}, got {borders}")
+    borders = next(iter(given.values()), [])
+    if cu_seqlens is not None or len(borders) < 3:  # a single one is what a call without borders is
+        return cu_seqlens
+    return torch.tensor(borders)
+
+
+def _borders(changes: Bool[Tensor, " T1"]) -> list[int]:
+    """A sequence ends before each change."""
+    return [0, *(changes.nonzero()[:, 0] + 1).tolist(), changes.shape[0] + 1]
+
+
+def _restarts(positions: Tensor, shape: torch.Size, seen: int, mask: Tensor | None) -> Bool[Tensor, " T1"] | None:
+    """Where the positions of one packed row begin anew; None where they say no more than batch and mask do.
+
+    Only distances matter, so that a sequence may begin at any position, except behind a cache.
+    """
+    batch, tokens = shape
+    positions = positions[None] if positions.ndim == 1 else positions
+    if positions.ndim != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != tokens:
+        raise ValueError(f"position_ids: expected shape {list(shape)}, got {list(positions.shape)}")
+    real = torch.ones(batch, seen + tokens, dtype=torch.bool, device=positions.device) if mask is None else mask != 0
+    offset = positions - (real.cumsum(1) - 1)[:, -tokens:]
+    real = real[:, -tokens:]
+    first = 0 if seen else offset.gather(1, real.int().argmax(1, keepdim=True))
+    if bool(((offset == first) | ~real).all()):
+        return None
+    restarts = positions[0, 1:] == 0
+    follows = (positions[0].diff() == 1) | restarts
+    if batch != 1 or seen or not bool(real.all()) or not bool(follows.all()):
+        raise ValueError(
+            "position_ids: expected 0, 1, 2, ... in each sequence, beginning anew only in a batch of 1 without padding "
+            "and without a cache: the model counts them itself and can honour no others"
+        )
+    return restarts
