@@ -150,6 +150,8 @@ def tables(found: Collection) -> list[Table]:
     for backbone, system in (("gla", "gla"), ("gdn", "gated-deltanet")):
         names = {"ours": f"ccq-{system}", "projected": f"{system}-projected-decay"}
         for variant, by in (("fla", ", by fla"), ("unit", ", by ccq"), ("ours", ""), ("projected", "")):
+            if not any((backbone, variant, batch) in measured for batch in batches):
+                continue
             cells = []
             for batch in batches:
                 row, base = measured.get((backbone, variant, batch)), measured.get((backbone, "unit", batch))

@@ -192,6 +192,8 @@ def tables(found: Collection) -> list[Table]:
             name = LAYERS.get((backbone, variant), made)
             if (backbone, variant) == ("gdn", "unit"):
                 continue  # fla's Gated DeltaNet is that
+            if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
+                continue  # not in the paper, and not run
             composed = ", composed from fla" if variant == "composed" else ""
             cells = []
             for column in PASSES:

@@ -140,15 +140,18 @@ def tables(found: Collection) -> list[Table]:
     source = newest(found, "op")
     if source is None:
         return []
+    beside = {"projected, decayed": "projected, decayed, gate", "composed": "composed from fla"}
+    measured = {r["name"] for r in source.content["rows"]}
+    beside = {name: heading for name, heading in beside.items() if name in measured}
     rows = []
     for batch, length in dict.fromkeys((r["B"], r["T"]) for r in source.content["rows"]):
         here = {(r["name"], r["pass"]): r for r in source.content["rows"] if (r["B"], r["T"]) == (batch, length)}
         times = {key: spread(row["ms"], 1e3, 0) for key, row in here.items()}
         shown = (("ours", PASSES[0]), ("with gate", PASSES[0]), ("ours", PASSES[1]))
-        read = [times[key][0] for key in (("projected, decayed", which) for which in PASSES) if key in times]
         cells = [timed(*times[key], source) if key in times else NOT_RUN for key in shown]
-        theirs = [times[key][0] for key in (("composed", which) for which in PASSES) if key in times]
-        cells += [timed(", ".join(found), "", source) if found else NOT_RUN for found in (read, theirs)]
+        for name in beside:
+            both = [times[name, which][0] for which in PASSES if (name, which) in times]
+            cells.append(timed(", ".join(both), "", source) if both else NOT_RUN)
         floors = [1e3 * here["ours", which]["floor_ms"] for which in PASSES]
         cells.append(timed(", ".join(f"{floor:.0f}" for floor in floors), "", source))
         rows.append(Row(Cell(f"batch {batch}, {length:,} tokens"), cells))
@@ -159,6 +162,5 @@ def tables(found: Collection) -> list[Table]:
         f"product, and the bytes over the bandwidth of a large copy. {marks([source])}",
         RANGE,
     ]
-    head = ["cleaning alone, µs", "forward", "with the gate", "forward and backward", "projected, decayed, gate",
-            "composed from fla", "floor"]  # fmt: skip
+    head = ["cleaning alone, µs", "forward", "with the gate", "forward and backward", *beside.values(), "floor"]
     return [Table("op", "Cleaning alone, microseconds (not in the paper)", head, [Block("", rows)], notes)]
