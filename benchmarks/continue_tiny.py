@@ -1,6 +1,6 @@
 """Is a trained GLA better with cleaning put into it, after as much further training as without?
 
-    python benchmarks/continue_tiny.py            # minutes on a CPU; writes benchmarks/results/continue_tiny.json
+    python benchmarks/continue_tiny.py            # minutes on a CPU; writes benchmarks/study/continue_tiny.json
     python benchmarks/continue_tiny.py --quick    # a few steps of one seed, writes nothing: does the script work?
 
 GLA is trained on recall at size tiny, exported, and trained on from there: as it is, with cleaning put in by
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from ccq import cli
-from ccq.bench.results import SHIPPED
 from ccq.files import write_json
 from ccq.provenance import provenance
 
@@ -66,7 +65,10 @@ def main() -> None:
     for seed, rows in found.items():
         print(f"seed {seed}: " + ", ".join(f"{row} {x['valid_loss']:.4f}" for row, x in rows.items()))
     if not quick:
-        write_json(SHIPPED / "continue_tiny.json", {"steps": [FIRST, THEN], "seeds": found, **provenance()})
+        write_json(
+            Path(__file__).parent / "study" / "continue_tiny.json",
+            {"steps": [FIRST, THEN], "seeds": found, **provenance()},
+        )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_results_lie_beside_the_user_under_the_name_of_the_gpu(kind, gpu, file, 
 def test_what_the_docs_say_of_training_on_is_what_was_measured():
     root = Path(__file__).parent.parent
     text = (root / "docs" / "training.md").read_text()
-    found = json.loads((root / "benchmarks" / "results" / "continue_tiny.json").read_text())["seeds"]
+    found = json.loads((root / "benchmarks" / "study" / "continue_tiny.json").read_text())["seeds"]
     names = {
         "SEEDS": list(found), "mean": lambda values: statistics.mean(list(values)),
         "lower": lambda a, b, seed: found[seed][a]["valid_loss"] - found[seed][b]["valid_loss"],

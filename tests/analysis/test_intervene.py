@@ -199,7 +199,7 @@ def test_results_of_a_version_that_did_not_tell_lam_are_finished_too(tmp_path, c
 
 def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, capsys):
     arguments = ["ccq-gla-pico", "--suite", "niah", "--tasks", "niah_single_1", "--lengths", "256", "--limit", "1"]
-    arguments += ["--answer-tokens", "2", "--device", "cpu", "--out", str(tmp_path), "--off"]
+    arguments += ["--sizing", "full", "--answer-tokens", "2", "--device", "cpu", "--out", str(tmp_path), "--off"]
     assert main(arguments) == 0
     first, second = (
         [f.stat().st_mtime_ns for f in (tmp_path / which / "samples").iterdir()] for which in ("none", "off")

@@ -210,10 +210,10 @@ def test_the_command_evaluates_a_folder(folder, data, tmp_path, capsys):
         (["--limit", "0"], "expected numbers above 0, got '0'"),
         (["--data", "/nowhere/at/all"], "--data: /nowhere/at/all is no folder"),
         (["--suite", "lm,niah", "--tasks", "piqa"], "--tasks: names tasks of one suite"),
-        (["--suite", "lm", "--lengths", "64"], "--lengths: is for niah, length, mqar, and --suite has lm"),
+        (["--suite", "lm", "--lengths", "64"], "--lengths: is for niah, length, mad, mqar, and --suite has lm"),
         (["--suite", "niah,length", "--max-length", "64"], "--max-length: is for lm, longbench, and --suite has niah"),
         (["--suite", "lm,length", "--keys", "odd"], "--keys: is for niah, and --suite has lm, length"),
-        (["--slices", "32x4x256"], "--slices: is for mqar, and --suite has lm, niah, length, longbench"),
+        (["--slices", "32x4x256"], "--slices: is for mad, mqar, and --suite has lm, niah, length, longbench"),
     ],
 )
 def test_bad_arguments_are_named(folder, tmp_path, capsys, arguments, message):
