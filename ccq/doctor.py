@@ -34,6 +34,7 @@ PACKAGES = {
     "flash-linear-attention": ("flash-linear-attention",),
     "transformers": ("transformers",),
 }
+OURS = r"CCQ_|(TRITON_INTERPRET|CUDA_VISIBLE_DEVICES)$"  # variables of the environment
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -128,27 +129,19 @@ def look() -> Environment:
         properties = torch.cuda.get_device_properties(index)
         memory = round(properties.total_memory / 2**30, 1)
         gpus.append(Gpu(properties.name, (properties.major, properties.minor), memory))
-    build = None
-    if torch.version.cuda:
-        build = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
         torch=torch.__version__,
-        build=build,
+        build=next((f"{name} {version}" for name, version in builds.items() if version), None),
         packages={name: installed(*names) for name, names in PACKAGES.items()},
         gpus=tuple(gpus),
         driver=nvidia_driver(),
         complaint=str(caught[0].message) if caught else None,
-        variables={name: os.environ[name] for name in sorted(os.environ) if is_ours(name)},
+        variables={name: value for name, value in sorted(os.environ.items()) if re.match(OURS, name)},
         cpu_bf16_kills=cpu_bf16_kills(),
     )
-
-
-def is_ours(variable: str) -> bool:
-    return variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES") or variable.startswith("CCQ_")
 
 
 def installed(*names: str) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
-from ccq.bench.results import write
+from ccq.bench.results import row_of, write
 from ccq.bench.tables import BATCH, RANGE, find, noted, over, quoted, row_kind, spread, timed
 from ccq.bench.timing import graph_time, wall_time
 from ccq.report.collect import Collection, Source
@@ -34,10 +34,7 @@ def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser("decode", __doc__)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=128)
-    args = parser.parse_args(argv)
+    args = systems.parser("decode", __doc__, prompt=512, tokens=128).parse_args(argv)
     rows: list[dict] = []
     columns = ("system", "step ms", "added ms", "step tok/s", "generate tok/s", "plain ms", "paper tok/s")
     with LiveTable("decoding with whole models", *columns) as table:
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "paper_tok_s": next(iter(numbers_of("inference", system)[1:]), None),
             }  # fmt: skip
             rows.append(row)
-            base = systems.row_of(rows, SYSTEMS[system].family) or row
+            base = row_of(rows, system=SYSTEMS[system].family) or row
             table.add(
                 system, f"{step.median:.3f}", f"{step.median - base['step_ms']['median']:+.3f}",
                 f"{row['step_tok_s']:.0f}", f"{row['generate_tok_s']:.0f}", f"{plain.median:.2f}",

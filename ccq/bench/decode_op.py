@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ccq.bench.op import measure_ceilings
-from ccq.bench.results import make_parser, write
+from ccq.bench.results import make_parser, row_of, write
 from ccq.bench.tables import RANGE, newest, row_kind, spread, timed
 from ccq.bench.timing import graph_time
 from ccq.ops import Cleaning, CovarianceState, decode_step
@@ -100,14 +100,10 @@ class Layer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("decode-op", __doc__)
-    parser.add_argument("--backbones", default="gla,gdn")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--batches", default="1,8,32,128")
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--key-size", type=int, default=256)
-    parser.add_argument("--value-size", type=int, default=512)
-    args = parser.parse_args(argv)
+    args = make_parser(
+        "decode-op", __doc__, backbones="gla,gdn", variants=",".join(VARIANTS), batches="1,8,32,128", heads=6,
+        key_size=256, value_size=512,
+    ).parse_args(argv)  # fmt: skip
     ceilings = measure_ceilings()
     rows: list[dict] = []
     columns = ("layer", "with", "batch", "us", "ratio", "MiB", "TB/s", "of a copy")
@@ -126,9 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "byte_per_s": rate, "copies": layer.copies,
                     }  # fmt: skip
                     rows.append(row)
-                    control = next(
-                        (r for r in rows if (r["backbone"], r["B"], r["variant"]) == (backbone, batch, "unit")), row
-                    )
+                    control = row_of(rows, backbone=backbone, B=batch, variant="unit") or row
                     ratio = timing.median / control["ms"]["median"]
                     table.add(
                         backbone, variant, batch, f"{1e3 * timing.median:.2f}", f"{ratio:.3f}", f"{moved / 2**20:.1f}",

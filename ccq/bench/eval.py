@@ -24,11 +24,11 @@ from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser("eval", __doc__)
+    parser = systems.parser(
+        "eval", __doc__, suites="lm,niah", contexts=(1000, "that are scored both ways (default: %(default)s)")
+    )
     parser.set_defaults(systems=("ccq-gla",), size="500m")
     parser.add_argument("--requests", type=Path, required=True, help="folder of requests, a file a suite")
-    parser.add_argument("--suites", default="lm,niah")
-    parser.add_argument("--contexts", type=int, default=1000, help="that are scored both ways (default: %(default)s)")
     args = parser.parse_args(argv)
     rows: list[dict] = []
     columns = ("system", "suite", "requests", "tokens", "seconds", "samples/s", "tokens/s")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
-from ccq.bench.results import make_parser, write
+from ccq.bench.results import NOTE, WARM, make_parser, row_of, write
 from ccq.bench.tables import LAYERS, RANGE, find, noted, quoted, spread, timed
 from ccq.bench.timing import graph_time, wall_time
 from ccq.report.collect import Collection
@@ -105,13 +105,9 @@ def peak_memory(call: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("layer", __doc__)
-    parser.add_argument("--backbones", default="gla,gdn")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
-    parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
-    args = parser.parse_args(argv)
-    rows = []
+    options = {"backbones": "gla,gdn", "variants": ",".join(VARIANTS), "warm": WARM, "note": NOTE}
+    args = make_parser("layer", __doc__, **options).parse_args(argv)
+    rows: list[dict] = []
     columns = ("layer", "with", "pass", "tokens", "graph ms", "ratio", "wall ms", "ratio", "peak MiB", "ratio",
                "paper ms")  # fmt: skip
     with LiveTable("a layer at the 1.3B shape, batch 1; ratios to the backbone with unit q and k", *columns) as table:
@@ -135,11 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "paper_ms": paper_ms(backbone, variant, name, length),
                     }  # fmt: skip
                     rows.append(row)
-                    control = next(
-                        r for r in rows
-                        if r["backbone"] == backbone and (r["pass"], r["T"]) == (row["pass"], length)
-                        and r["variant"] == ("unit" if backbone == "gla" and variant != "fla" else "fla")
-                    )  # fmt: skip
+                    alone = "unit" if backbone == "gla" and variant != "fla" else "fla"
+                    control = row_of(rows, backbone=backbone, variant=alone, T=length, **{"pass": name})
+                    assert control is not None
                     graph, wall = row["graph_ms"]["median"], row["wall_ms"]["median"]
                     table.add(
                         backbone, variant, row["pass"], length,

@@ -97,12 +97,9 @@ def calls(function: Callable, batch: int, length: int, heads: int, size: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("op", __doc__)
-    parser.add_argument("--shapes", default="1x4096,8x4096,1x8192,1x65536", help="BxT, ... (%(default)s)")
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--key-size", type=int, default=256)
-    parser.add_argument("--composed", action="store_true", help="also the one composed from fla's ops")
-    args = parser.parse_args(argv)
+    shapes = ("1x4096,8x4096,1x8192,1x65536", "BxT, ... (%(default)s)")
+    also = (False, "also the one composed from fla's ops")
+    args = make_parser("op", __doc__, shapes=shapes, heads=6, key_size=256, composed=also).parse_args(argv)
     functions: list[tuple[str, Callable]] = [("ours", ours), ("with gate", gated), ("projected, decayed", projected)]
     functions += [("composed", composed)] if args.composed else []
     ceilings = measure_ceilings()

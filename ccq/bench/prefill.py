@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench import systems
-from ccq.bench.results import write
+from ccq.bench.results import row_of, write
 from ccq.bench.timing import wall_time
 from ccq.report.paper import numbers_of
 from ccq.systems import SYSTEMS
@@ -18,9 +18,7 @@ from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser("prefill", __doc__)
-    parser.add_argument("--length", type=int, default=4096)
-    args = parser.parse_args(argv)
+    args = systems.parser("prefill", __doc__, length=4096).parse_args(argv)
     rows: list[dict] = []
     with LiveTable("prefill of whole models", "system", "ms", "over backbone", "peak GiB", "paper ms") as table:
         for system in args.systems:
@@ -43,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "paper_ms": next(iter(numbers_of("inference", system)), None),
                 }  # fmt: skip
                 rows.append(row)
-                base = systems.row_of(rows, SYSTEMS[system].family) or row
+                base = row_of(rows, system=SYSTEMS[system].family) or row
                 ratio = timing.median / base["wall_ms"]["median"]
                 peak = f"{row['peak_bytes'] / 2**30:.1f}"
                 table.add(system, f"{timing.median:.1f}", f"{ratio:.3f}", peak, row["paper_ms"] or "-")

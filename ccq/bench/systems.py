@@ -6,21 +6,17 @@ import argparse
 
 import torch
 
-from ccq.bench.results import make_parser
+from ccq.bench.results import NOTE, WARM, make_parser
 from ccq.names import nearest
 from ccq.systems import SYSTEMS, compared
 
 COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 
 
-def parser(kind: str, about: str | None) -> argparse.ArgumentParser:
-    """The options that benchmarks of whole models share."""
-    parser = make_parser(kind, about)
+def parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
+    """The options that benchmarks of whole models share, and others."""
+    parser = make_parser(kind, about, size="1.3b", batch=8, warm=WARM, note=NOTE, **options)
     parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
-    parser.add_argument("--size", default="1.3b")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--warm", action="store_true", help="only compile and tune, write nothing")
-    parser.add_argument("--note", help="kept in the result file, e.g. how fla was tuned")
     return parser
 
 
@@ -49,9 +45,3 @@ def listed(text: str) -> tuple[str, ...]:
         if name not in SYSTEMS:
             raise argparse.ArgumentTypeError(f"there is no {name!r}.{nearest(name, tuple(SYSTEMS))}")
     return names
-
-
-def row_of(rows: list[dict], system: str | None, **like) -> dict | None:
-    """The row of a system among those that were measured, with these other values."""
-    wanted = {"system": system, **like}
-    return next((row for row in rows if all(row[name] == value for name, value in wanted.items())), None)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ccq.bench.results import make_parser, write
-from ccq.bench.systems import COMPARED, listed, row_of
+from ccq.bench.results import make_parser, row_of, write
+from ccq.bench.systems import COMPARED, listed
 from ccq.bench.tables import find, newest, noted, over, quoted, row_kind, timed
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
@@ -52,16 +52,13 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("train", __doc__)
+    parser = make_parser(
+        "train", __doc__, size="1.3b", lengths="2048,4096,8192,16384",
+        tokens=(32768, "of a step (default: %(default)s)"), steps=(10, "that are timed (default: %(default)s)"),
+        warmup=(3, "steps before (default: %(default)s)"), compile=False, activation_checkpointing=False,
+        note=(None, "kept in the result file"),
+    )  # fmt: skip
     parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
-    parser.add_argument("--size", default="1.3b")
-    parser.add_argument("--lengths", default="2048,4096,8192,16384")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--note", help="kept in the result file")
     args = parser.parse_args(argv)
 
     from ccq.model.info import info
@@ -87,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row["paper"] = (
                     (numbers_of("training", system) or None) if (args.size, length) == ("1.3b", 4096) else None
                 )
-                control = row_of(rows, SYSTEMS[system].control, length=length)
+                control = row_of(rows, system=SYSTEMS[system].control, length=length)
                 rows.append(row)
                 print(describe(row, control), flush=True)
             del trainer

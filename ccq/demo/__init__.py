@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -93,7 +94,7 @@ class Record:
     def differs(self, step: Step) -> bool:
         """Whether what lies there was begun with other settings, or by an older version."""
         told = self.steps.get(step.folder)
-        now = (as_json(step.decides), FORMAT)
+        now = (json.loads(json.dumps(step.decides)), FORMAT)  # tuples as lists, as a file has them
         return told is not None and (told.get("decides"), told.get("format")) != now
 
 
@@ -110,11 +111,6 @@ def damaged(folder: Path) -> Path | None:
 def label(system: str) -> str:
     """What a table calls it."""
     return SYSTEMS[system].label + (" (control)" if system == SYSTEMS["ccq-gla"].control else "")
-
-
-def as_json(thing: Any) -> Any:
-    """As it comes back from a file: tuples as lists."""
-    return json.loads(json.dumps(thing))
 
 
 def plan(settings: Settings) -> list[Step]:
@@ -223,11 +219,7 @@ def alignment(settings: Settings, out: Path, device: str) -> None:
 
 
 class Stopped(Exception):
-    """A signal ended the training; its code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    """A signal ended the training; its argument is the exit code."""
 
 
 @contextlib.contextmanager
@@ -283,6 +275,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
     from ccq.train import folder
 
     console = Console(highlight=False)
+    say = functools.partial(console.print, markup=False, soft_wrap=True)
     out, begin = settings.out, time.perf_counter()
     steps = plan(settings)
     with folder.locked(out), interruptions() as got:
@@ -301,18 +294,13 @@ def run(settings: Settings, fresh: bool = False) -> int:
         for number, step in enumerate(steps, 1):
             head = f"[{number}/{len(steps) + 1}] {step.title}"
             if record.finished(step):
-                console.print(f"{head}: finished before", style="dim", markup=False, soft_wrap=True)
+                say(f"{head}: finished before", style="dim")
                 continue
-            so_far = duration(time.perf_counter() - begin)
-            console.print(
-                f"{head} ({so_far} so far, about {duration(max(0, left))} to go on two cores)",
-                style="bold",
-                markup=False,
-                soft_wrap=True,
-            )
+            so_far, to_go = duration(time.perf_counter() - begin), duration(max(0, left))
+            say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
             wrong = damaged(out / step.folder)
             if wrong is not None:
-                console.print(f"{wrong} is damaged: this part is made anew", markup=False, soft_wrap=True)
+                say(f"{wrong} is damaged: this part is made anew")
             if wrong is not None or record.differs(step):
                 remove(settings.out / step.folder)  # before the record says that what lies there is this step's
             record.note(step, finished=False)
@@ -321,10 +309,10 @@ def run(settings: Settings, fresh: bool = False) -> int:
             if got:
                 raise KeyboardInterrupt
             left -= step.seconds
-        console.print(f"[{len(steps) + 1}/{len(steps) + 1}] The page", style="bold", markup=False, soft_wrap=True)
+        say(f"[{len(steps) + 1}/{len(steps) + 1}] The page", style="bold")
         page = write_report(settings, steps)
         show(settings, steps, console)
-    console.print(f"\nThe page: {page.resolve()}", soft_wrap=True, markup=False)
+    say(f"\nThe page: {page.resolve()}")
     console.print(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.", markup=False)
     return 0
 
@@ -382,37 +370,32 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
 
 def show(settings: Settings, steps: list[Step], console: Any) -> None:
     """The numbers in short, and what may be concluded from them."""
+    from ccq.shipped import book
 
     def scores(folder: str, file: str) -> dict:
         return json.loads((settings.out / folder / file).read_text())["scores"]
 
-    def table(title: str, rows: dict[str, list[str]], headings: list[str]) -> None:
-        tables.show(("", *headings), ((label, *cells) for label, cells in rows.items()), title)
+    def table(title: str, of: dict[str, str], file: str, columns: dict[str, str], digits: int = 1) -> None:
+        """Rows are folders and the system in each, columns names of scores and their headings."""
+        rows = [
+            (label(system), *(f"{found[name]['value']:.{digits}f}" for name in columns))
+            for system, found in ((system, scores(folder, file)) for folder, system in of.items())
+        ]
+        tables.show(("", *columns.values()), rows, title)
 
-    slices = [f"{length}-{pairs}" for length, pairs, _ in settings.recall]
-    rows = {}
-    for system in settings.systems:
-        found = scores(recipe_name(system, "tiny"), "eval/mqar.json")
-        rows[label(system)] = [f"{found[name]['value']:.1f}" for name in slices]
-    heads = [f"{pairs} pairs in {length} tokens" for length, pairs, _ in settings.recall]
-    table("Recall, trained here: keys answered, %", rows, heads)
-    ship = [step.folder for step in steps if step.folder in TRIO]
+    trained = {recipe_name(system, "tiny"): system for system in settings.systems}
+    columns = {f"{length}-{pairs}": f"{pairs} pairs in {length} tokens" for length, pairs, _ in settings.recall}
+    table("Recall, trained here: keys answered, %", trained, "eval/mqar.json", columns)
+    ship = {step.folder: TRIO[step.folder] for step in steps if step.folder in TRIO}
     if ship:
-        needles = [f"{task}/{n}" for task in ("niah_single_1", "niah_book") for n in settings.needle_lengths]
-        rows = {label(TRIO[name]): [f"{scores(name, 'niah.json')[x]['value']:.0f}" for x in needles] for name in ship}
-        heads = [f"{what}\n{n:,}" for what in ("noise", "book") for n in settings.needle_lengths]
+        tasks = {"niah_single_1": "noise", "niah_book": "book"}
+        columns = {f"{task}/{n}": f"{what}\n{n:,}" for task, what in tasks.items() for n in settings.needle_lengths}
         title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
-        table(title, rows, heads)
-        points = [n for n in settings.lengths if f"book/{n}" in scores(ship[0], "length.json")]
-        rows = {
-            label(TRIO[name]): [f"{scores(name, 'length.json')[f'book/{n}']['value']:.1f}" for n in points]
-            for name in ship
-        }
-        from ccq.shipped import book
-
-        told = book()
-        table(f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens", rows,
-              [f"{n:,}" for n in points])  # fmt: skip
+        table(title, ship, "niah.json", columns, digits=0)
+        there, told = scores(next(iter(ship)), "length.json"), book()
+        columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
+        title = f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens"
+        table(title, ship, "length.json", columns)
     if any(step.folder == "alignment" for step in steps):
         path = settings.out / "alignment" / "alignment_ccq_gla_pico.json"
         gaps = json.loads(path.read_text())["points"]["projection"]["top"]["16"]
@@ -446,4 +429,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(Settings(out=options.out, seed=options.seed, device=options.device), options.fresh)
     except (KeyboardInterrupt, Stopped) as stopped:
         print("\nStopped. The same command goes on from here.", file=sys.stderr)
-        return getattr(stopped, "code", 130)
+        return stopped.args[0] if isinstance(stopped, Stopped) else 130

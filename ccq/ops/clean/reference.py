@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import stats_dtype, unit
@@ -138,7 +139,8 @@ def forward(
     tokens = list(zip(*columns, decays, strict=True))
     outputs: list[tuple[Tensor, Tensor, Tensor]] = []
     finals: list[CovarianceState] = []
-    for sequence, (begin, end) in enumerate(_ranges(q.shape[1], cu_seqlens)):
+    borders = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    for sequence, (begin, end) in enumerate(pairwise(borders)):
         here = state if cu_seqlens is None else state.index_select(torch.tensor([sequence]))
         count = here.count if log_decay is None else here.weight
         here = CovarianceState(symmetric(here.second_moment), here.key_sum, count)
@@ -146,17 +148,8 @@ def forward(
             q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, centred, normalize, False, decay, read_as)
             outputs.append((q_clean, k_bar, y))
         finals.append(here)
-    final = CovarianceState(
-        torch.cat([s.second_moment for s in finals]),
-        torch.cat([s.key_sum for s in finals]),
-        torch.cat([s.count for s in finals]),
-    )
+    final = pytree.tree_map(lambda *parts: torch.cat(parts), *finals)
     if not outputs:
         return q.clone(), k.clone(), final, q.to(stats_dtype(q.dtype), copy=True)
     q_clean, k_bar, y = (torch.stack(column, dim=1) for column in zip(*outputs, strict=True))
     return q_clean, k_bar, final, y
-
-
-def _ranges(length: int, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
-    borders = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
-    return list(pairwise(borders))

@@ -92,12 +92,8 @@ class CovarianceState:
         non_blocking: bool = False,
     ) -> CovarianceState:
         """Move or cast. A count of keys stays int64 whatever `dtype` is."""
-        return CovarianceState(
-            self.second_moment.to(device=device, dtype=dtype, non_blocking=non_blocking),
-            self.key_sum.to(device=device, dtype=dtype, non_blocking=non_blocking),
-            self.count.to(
-                device=device, dtype=dtype if self.count.is_floating_point() else None, non_blocking=non_blocking
-            ),
+        return pytree.tree_map(
+            lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=non_blocking), self
         )
 
     def clone(self) -> CovarianceState:
@@ -119,11 +115,7 @@ class CovarianceState:
                 f"other: expected a state of shape {tuple(self.second_moment.shape)} to add, "
                 f"got {tuple(other.second_moment.shape)}"
             )
-        return CovarianceState(
-            self.second_moment + other.second_moment,
-            self.key_sum + other.key_sum,
-            self.count + other.count,
-        )
+        return pytree.tree_map(torch.add, self, other)
 
     @property
     def nbytes(self) -> int:
