@@ -8,6 +8,7 @@ B batch, N sequences (B of them, or packed ones), T tokens, C channels, W width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,10 @@ class ShortConv(nn.Module):
     ) -> Float[Tensor, "B T C"]:
         """y, continuing from `state`; `final_state` gives the next one."""
         past = self.weight.shape[-1] - 1
-        if choose("conv", Call(x.device, x.dtype)) == "fla":
+        how = choose("conv", Call(x.device, x.dtype, width=past + 1))
+        if how == "gluon" and state is None:
+            return GluonConv.apply(x, self.weight.squeeze(1), self.bias, self.silu, seqs.cu_seqlens)
+        if how in ("gluon", "fla"):
             from fla.modules.causal_conv1d import causal_conv1d
 
             if state is not None:  # fla keeps W inputs and reads the last W - 1 of them
@@ -87,6 +91,30 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             y = y + self.bias.to(high)
         return (F.silu(y) if self.silu else y).to(x.dtype)
+
+
+class GluonConv(torch.autograd.Function):
+    """fla's convolution in Gluon, which computes in the backward again what it needs. fla itself takes it only where an
+    environment variable says so, and never in a process that has joined others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        from fla.modules.causal_conv1d.backends.gluon import causal_conv1d_fwd_gluon
+
+        ctx.save_for_backward(x, weight, bias, cu_seqlens)
+        ctx.activation = "silu" if silu else None
+        return causal_conv1d_fwd_gluon(x, weight, bias, activation=ctx.activation, cu_seqlens=cu_seqlens)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fla.modules.causal_conv1d.backends.gluon import causal_conv1d_bwd_gluon
+
+        x, weight, bias, cu_seqlens = ctx.saved_tensors
+        found = causal_conv1d_bwd_gluon(x, dy, None, weight, bias, activation=ctx.activation, cu_seqlens=cu_seqlens)
+        return *found[:3], None, None
 
 
 def step_together(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ccq.mixers.base import register
 from ccq.mixers.key_value import KeyValueMixer, low_rank
 from ccq.mixers.linear import few_rows
+from ccq.mixers.norms import fused
 from ccq.ops.choose import choose
 
 if TYPE_CHECKING:
@@ -47,4 +48,9 @@ class GatedLinearAttention(KeyValueMixer):
 
             g = fused_gates.low_rank_decay(low, last.weight, last.bias, self.normalizer)
             return g.unflatten(-1, (self.heads, -1)), None
-        return F.logsigmoid(last(low)).unflatten(-1, (self.heads, -1)) / self.normalizer, None
+        raw = last(low).unflatten(-1, (self.heads, -1))
+        if fused(raw):
+            from fla.modules.activations import logsigmoid
+
+            return logsigmoid(raw, self.normalizer), None
+        return F.logsigmoid(raw) / self.normalizer, None

@@ -85,6 +85,17 @@ class KeyValueMixer(Mixer):
         """
         raise NotImplementedError
 
+    def projected(self, x: Float[Tensor, "*B D"]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Of x: q, k and v; what the writers make of it; and the output gate."""
+        linears: list[Any] = [self.q_proj, self.k_proj, self.v_proj, *self.writers]
+        if self.g_proj is not None:
+            linears.append(self.g_proj[0] if self.low_rank_gate else self.g_proj)
+        made = project(x, linears, self.config.backend)
+        gate = None if self.g_proj is None else made.pop()
+        if gate is not None and self.low_rank_gate:
+            gate = self.g_proj[1](gate)
+        return made[:3], made[3:], gate
+
     def heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[*B, H * K] -> [*B, H, K]"""
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
@@ -102,7 +113,7 @@ class KeyValueMixer(Mixer):
         output_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         new: LayerState = {}
-        qkv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        qkv, written, gate = self.projected(x)
         if self.conv_size is not None:
             inputs = qkv[: self.convolved]
             past = [None] * len(inputs) if state is None else state["conv"].split(self.widths, 1)
@@ -114,32 +125,22 @@ class KeyValueMixer(Mixer):
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
         q, k = self.feature_map_q(raw), self.feature_map_k(k)
-        gates = self.gates(x, *(writer(x) for writer in self.writers))
-        o, states = self.mix(raw, q, k, v, seqs, state, output_state, *gates)
-        y = self.output(o, None if self.g_proj is None else self.g_proj(x))
-        return y, new | states if output_state else None
+        o, states = self.mix(raw, q, k, v, seqs, state, output_state, *self.gates(x, *written))
+        return self.output(o, gate), new | states if output_state else None
 
     @torch.no_grad()
     def step(
         self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
     ) -> Float[Tensor, "B D"]:
-        linears: list[Any] = [self.q_proj, self.k_proj, self.v_proj, *self.writers]
-        if self.g_proj is not None:
-            linears.append(self.g_proj[0] if self.low_rank_gate else self.g_proj)
-        projected = project(x, linears, self.config.backend)
-        gate = None if self.g_proj is None else projected.pop()
-        if gate is not None and self.low_rank_gate:
-            gate = self.g_proj[1](gate)
-        qkv = projected[:3]
+        qkv, written, gate = self.projected(x)
         if self.conv_size is not None:
             inputs = qkv[: self.convolved]
             qkv[: self.convolved] = step_together(self.convs, inputs, state["conv"], self.config.backend)
         elif self.silu:
             qkv = [F.silu(y) for y in qkv]
         raw, k, v = self.heads_of(*qkv)
-        q = self.feature_map_q(raw)
-        k = self.feature_map_k(k)
-        o = self.mix_step(raw, q, k, v, state, *self.gates(x, *projected[3:]))
+        q, k = self.feature_map_q(raw), self.feature_map_k(k)
+        o = self.mix_step(raw, q, k, v, state, *self.gates(x, *written))
         return self.output(o, gate)
 
     def mix(self, *arguments: Any) -> tuple[Float[Tensor, "B T H V"], LayerState]:

@@ -1,14 +1,16 @@
-"""Linears that see the same x: one launch for the few rows of a decode step on a GPU, one by one elsewhere."""
+"""Linears that see the same x: one launch for the few rows of a decode step on a GPU, one gradient of x in training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.ops.choose import Call, choose, unwatched
+from ccq.ops.choose import Call, autocasts, choose, unwatched
 
 
 def few_rows(x: Tensor, linears: Sequence[nn.Linear]) -> Call:
@@ -47,4 +49,51 @@ def project(x: Float[Tensor, "*B D"], linears: Sequence[nn.Linear], backend: str
         from ccq.mixers import fused_linear  # imports Triton
 
         return fused_linear.project(x, [linear.weight for linear in linears])
+    if call.device.type == "cuda" and one_gradient(x, linears):
+        return together(x, [linear.weight for linear in linears])
     return [linear(x) for linear in linears]
+
+
+def one_gradient(x: Tensor, linears: Sequence[nn.Linear]) -> bool:
+    """Whether autograd would add up gradients of x that `Project` can add up in the products which make them."""
+    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling() or autocasts(x):
+        return False
+    return all(plain(linear, x.dtype) and linear.bias is None for linear in linears)
+
+
+NARROW, ALIGNED = 64, 8  # columns of a product: below the first they share one, whose number the second divides
+
+
+def together(x: Float[Tensor, "*B D"], weights: Sequence[Float[Tensor, "_ D"]]) -> list[Tensor]:
+    """x W^T of each W. The narrow ones share a product: a GPU is slow at three columns, or six."""
+    narrow = [weight for weight in weights if len(weight) < NARROW]
+    if not narrow:
+        return list(Project.apply(x, *weights))
+    joined = torch.cat(narrow)
+    fill = -len(joined) % ALIGNED
+    *wide, shared = Project.apply(x, *(w for w in weights if len(w) >= NARROW), F.pad(joined, (0, 0, 0, fill)))
+    parts = shared.split([*map(len, narrow), fill], -1)
+    outs, parts = iter(wide), iter(parts)
+    return [next(parts) if len(weight) < NARROW else next(outs) for weight in weights]
+
+
+class Project(torch.autograd.Function):
+    """x W^T for several W. The gradient of x is added up inside the products that make it: it is not read and written
+    once more for every W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, dx, d_weights = x.flatten(0, -2), None, []
+        for d_out, weight, wanted in zip(d_outs, weights, ctx.needs_input_grad[1:], strict=True):
+            d_out = d_out.flatten(0, -2)
+            dx = d_out @ weight if dx is None else dx.addmm_(d_out, weight)
+            d_weights.append(d_out.mT @ rows if wanted else None)
+        assert dx is not None
+        return dx.view(x.shape), *d_weights

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.mixers.linear import bare, few_rows
+from ccq.mixers.linear import bare, few_rows, project
 from ccq.mixers.norms import RMSNorm, fused
 from ccq.ops.choose import choose
 
@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
             from ccq.mixers import fused_linear  # imports Triton
 
             return self.down_proj(fused_linear.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = project(x, (self.gate_proj, self.up_proj))
         if how == "fla":
             from fla.modules.activations import swiglu, swiglu_linear
 

@@ -62,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[chunk] = d_logits @ w
                 if d_weight is not None:
-                    d_weight += outer(d_logits, h, high)
+                    outer(d_logits, h, high, d_weight)
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return total
 
@@ -104,10 +104,11 @@ def cross_entropy(logits: Tensor, target: Tensor, gradient: bool) -> tuple[Tenso
     return loss, logits
 
 
-def outer(d_logits: Tensor, h: Tensor, high: torch.dtype) -> Float[Tensor, "V D"]:
-    """d_logits^T h, added up and returned in `high`."""
-    if d_logits.dtype == high:
-        return d_logits.mT @ h
-    if d_logits.is_cuda:
-        return torch.mm(d_logits.mT, h, out_dtype=high)
-    return d_logits.to(high).mT @ h.to(high)
+def outer(d_logits: Tensor, h: Tensor, high: torch.dtype, total: Tensor | None = None) -> Float[Tensor, "V D"]:
+    """d_logits^T h, added up and returned in `high`; added to `total`, in place, where that is given."""
+    if d_logits.dtype != high and d_logits.is_cuda:
+        if total is None:
+            return torch.mm(d_logits.mT, h, out_dtype=high)
+        return torch.addmm(total, d_logits.mT, h, out_dtype=high, out=total)
+    x, y = d_logits.to(high).mT, h.to(high)
+    return x @ y if total is None else total.addmm_(x, y)

@@ -48,6 +48,7 @@ class Call(NamedTuple):
     length: int = 0  # tokens of a sequence
     packed: bool = False  # sequences behind one another
     delta: bool = False  # the delta rule
+    width: int = 4  # tokens that a convolution sees
     rows: int = 0  # of what Linears see; 0: it has more dimensions
     unwatched: bool = False  # nothing but numbers is wanted: no autograd, autocast, compiler or hook sees it
 
@@ -58,10 +59,13 @@ class Call(NamedTuple):
 
 def unwatched(x: Tensor) -> bool:
     """Whether neither autograd nor a compiler nor autocast looks at what is done with x."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or autocasts(x))
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast chooses the dtype of what is computed with x."""
     kind = x.device.type
-    return not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 # Generations of GPUs
@@ -129,14 +133,18 @@ def triton_refuses(call: Call) -> str | None:
 
 
 def hopper_refuses(call: Call) -> str | None:
-    """The language is young, and tests/ops/test_compile.py met an assembler that leaves products out: only the version
-    of Triton whose machine code was looked at is taken."""
-    if arch(call.device).name != "hopper":
-        return "they are made for Hopper GPUs"
     if call.dtype != torch.bfloat16 or call.size not in (128, 256) or call.length < 128 or call.packed:
         return "they take bfloat16, keys of 128 or 256 channels, and sequences in rows of 128 tokens or more"
     if os.environ.get("CCQ_HOPPER") == "0":
         return "CCQ_HOPPER=0 turns them off"
+    return gluon_refuses(call)
+
+
+def gluon_refuses(call: Call) -> str | None:
+    """The language is young, and tests/ops/test_compile.py met an assembler that leaves products out: only the version
+    of Triton whose machine code was looked at is taken."""
+    if arch(call.device).name != "hopper":
+        return "they are made for Hopper GPUs"
     if not TRITON:
         return triton_refuses(call)
     import triton
@@ -160,6 +168,12 @@ def fla_layers_refuse(call: Call) -> str | None:
     if torch.compiler.is_compiling():
         return "a compiler fuses what plain PyTorch says by itself"
     return fla_refuses(call)
+
+
+def gluon_conv_refuses(call: Call) -> str | None:
+    if call.width not in (2, 3, 4):
+        return "they take widths of 2 to 4"
+    return fla_layers_refuse(call) or gluon_refuses(call)
 
 
 def unwatched_refuses(call: Call) -> str | None:
@@ -208,7 +222,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "recurrence": (CHUNK, Implementation("fla", "fla's chunkwise kernels", fla_refuses)),
     "decode_step": (TORCH, KERNELS),
     "packed_attention": (TORCH, Implementation("flash", "flash attention", flash_refuses)),
-    "conv": (TORCH, LAYERS),
+    "conv": (TORCH, LAYERS, Implementation("gluon", "fla's kernels in Gluon", gluon_conv_refuses)),
     "conv_step": (TORCH, KERNELS),
     "decay": (TORCH, Implementation("triton", "one launch", unwatched_refuses)),
     "linear": (TORCH, FEW_ROWS),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import LAYERS, TOLERANCE, assert_close
 from torch import Tensor, nn
 
-from ccq.mixers import fused_conv, fused_gates, fused_linear, linear, make_mixer
+from ccq.mixers import Sequences, fused_conv, fused_gates, fused_linear, linear, make_mixer
 from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.ops import choose
 
@@ -52,6 +52,41 @@ def test_as_pytorch_multiplies(rows, inputs, outputs):
 @pytest.mark.parametrize("outputs", [[1536, 1536, 3072, 3072, 16], [1536, 1536, 3072, 3072, 6, 6]], ids=len)
 def test_as_pytorch_multiplies_on_a_gpu(dtype, outputs):
     check(8, 2048, outputs, dtype, "cuda")
+
+
+def test_linears_together_are_the_linears_with_one_gradient():
+    """Narrow ones share a product whose columns are filled up; the gradient of x is one sum."""
+    linears = [nn.Linear(24, n, bias=False, dtype=torch.float64) for n in (96, 3, 64, 6, 7)]
+    linears[2].weight.requires_grad_(False)
+    x = draw(2, 5, 24, dtype=torch.float64).requires_grad_()
+    expected, got = [layer(x) for layer in linears], linear.together(x, [layer.weight for layer in linears])
+    leaves = [x, *(layer.weight for layer in linears if layer.weight.requires_grad)]
+    d_outs = [draw(*y.shape, seed=i, dtype=torch.float64) for i, y in enumerate(expected)]
+    for name, a, b in zip(
+        ("x", 0, 1, 3, 4), *(torch.autograd.grad(y, leaves, d_outs) for y in (expected, got)), strict=True
+    ):
+        torch.testing.assert_close(b, a, msg=f"gradient of {name}")
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("system", ["gla-unit", "gated-deltanet"])
+def test_a_mixer_trains_on_a_gpu_with_one_gradient_of_x(system, monkeypatch):
+    """Against the same mixer whose Linears are called one by one."""
+    torch.manual_seed(0)
+    mixer = make_mixer(CCQConfig.preset(f"{system}-nano", conv_size=4), 0).cuda().bfloat16()
+    x = draw(2, 256, 512, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    seqs = Sequences(2)
+
+    def gradients() -> list[Tensor]:
+        y, _ = mixer(x, seqs)
+        return list(torch.autograd.grad(y, [x, *mixer.parameters()], torch.ones_like(y)))
+
+    together = gradients()
+    monkeypatch.setattr(linear, "one_gradient", lambda *_: False)
+    for a, b in zip(gradients(), together, strict=True):
+        assert_close("gradient", a.double(), b.double(), 2 * TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("system", ["ccq-gla", "ccq-gated-deltanet"])
