@@ -59,6 +59,28 @@ def decay_before(through, row, length):
 
 
 @gluon.jit
+def scores_of(x, keys):
+    """x . k of 64 rows and 64 keys; the product is still under way."""
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    p = gl.zeros([64, 64], gl.float32, square)
+    return warpgroup_mma(x, keys.permute([1, 0]), p, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def read_keys(acc, scores, keys, left: gl.constexpr):
+    """acc + scores times the keys."""
+    acc = warpgroup_mma(gl.convert_layout(scores.to(gl.bfloat16), left), keys, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
+
+
+@gluon.jit
+def left_of_own(decays, now, key, length):
+    """What is left of keys at rows; 1 where a key comes later."""
+    then = gl.load(decays + key, mask=key < length, other=0.0)
+    return gl.exp(gl.minimum(now[:, None] - then[None, :], 0.0))
+
+
+@gluon.jit
 def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
     """All tiles of a program, in the order in which `read_clean` reads."""
     x, k, states, other, _, _ = tensors
@@ -156,6 +178,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if modes.DECAY:
             left_of_past = gl.exp(gl.minimum(now - chunk_start, 0.0))
             acc = acc * (left_of_past * n0)[:, None]
+            fade = gl.exp(gl.minimum(now - own_start, 0.0))
             now_square = gl.convert_layout(now, square_row)
 
         before = gl.zeros([64], gl.float32, narrow_row)
@@ -170,40 +193,44 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             before = gl.sum(gl.where((product_v == 0)[None, :], products, 0.0), 1)
             off = gl.sum(gl.where((product_v == 1)[None, :], products, 0.0), 1)
             if modes.DECAY:
-                fade = gl.exp(gl.minimum(now - own_start, 0.0))
                 before = before * gl.convert_layout(fade, narrow_row)
 
         if W == 0:  # the keys of the later 64 rows
             ring.skip(item)
             item += 1
+        # the rows' own keys first: with them m is complete
+        keys = ring.get(item)
+        p = gl.where(sees, warpgroup_mma_wait(0, deps=(scores_of(x, keys),)), 0.0)
         m = gl.zeros([64], gl.float32, square_row)
-        inverse = 1.0 / past
-        for i in range((begin + 64 - chunk_row) // 64):
+        if modes.CENTRED:
+            own = p
+            if modes.DECAY:
+                own = p * left_of_own(decays, now_square, begin + column, tiles.T)
+            m = (gl.convert_layout(before, square_row) + gl.sum(own, 1)) / gl.convert_layout(t, square_row)
+            fence_async_shared()
+            p = gl.where(sees, p - m[:, None], 0.0)
+        if modes.DECAY:
+            p = p * left_of_own(decays, now_square, begin + column, tiles.T)
+        share = gl.full([64], 1.0, gl.float32, square_row) / past
+        acc = read_keys(acc, p * share[:, None], keys, left)
+        ring.release(item)
+        item += 1
+        if modes.DECAY:  # of an earlier key: what is left of it where the rows begin, and of that at each row
+            share = share * gl.convert_layout(fade, square_row)
+        for i in range(1, (begin + 64 - chunk_row) // 64):
             if modes.DECAY:
                 key = begin - i * 64 + column
                 then = gl.load(decays + key, mask=key < tiles.T, other=0.0)
+                left_of_key = gl.exp(gl.minimum(own_start - then, 0.0))
             keys = ring.get(item)
-            p = gl.zeros([64, 64], gl.float32, square)
-            p = warpgroup_mma(x, keys.permute([1, 0]), p, use_acc=False, is_async=True)
-            if modes.DECAY:  # while the product runs
-                left_of_key = gl.exp(gl.minimum(now_square[:, None] - then[None, :], 0.0))
+            p = scores_of(x, keys)
             p = warpgroup_mma_wait(0, deps=(p,))
-            if i == 0:  # their own: the latest first, so that m is complete with them
-                p = gl.where(sees, p, 0.0)
-                if modes.CENTRED:
-                    own = p
-                    if modes.DECAY:
-                        own = p * left_of_key
-                    total = gl.convert_layout(before, square_row) + gl.sum(own, 1)
-                    m = total / gl.convert_layout(t, square_row)
-                    p = gl.where(sees, p - m[:, None], 0.0)
-            elif modes.CENTRED:
+            if modes.CENTRED:
                 p = p - m[:, None]
+            p = p * share[:, None]
             if modes.DECAY:
-                p = p * left_of_key
-            scores = gl.convert_layout((p * inverse).to(gl.bfloat16), left)
-            acc = warpgroup_mma(scores, keys, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+                p = p * left_of_key[None, :]
+            acc = read_keys(acc, p, keys, left)
             ring.release(item)
             item += 1
 
@@ -246,6 +273,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             if modes.STEP == PROJECTED:
                 squares = gl.sum(acc * acc, 1) * unit * unit + SMALLEST
                 size = size * gl.sum(x.load(wide).to(gl.float32) * acc, 1) * scale * unit / squares
+                fence_async_shared()
             clean = x.load(wide).to(gl.float32) * scale[:, None] + acc * size[:, None]
             x.store(clean.to(gl.bfloat16))
             if modes.KEEP:  # y goes the same way, when q_clean is gone
@@ -332,6 +360,61 @@ def fetch_dk(tensors, rings, tiles, heads, pointers, modes):
 
 
 @gluon.jit
+def read_queries(acc, x, ring, item, lifts, decays, late, length, fades, modes, OWN: gl.constexpr):
+    """acc with what 64 queries from `late` on say to the keys x: those of the keys' own tokens, if OWN, or later ones.
+
+    `fades`, of the running decay: that at the keys, that after the last of them, and what is left of each key there.
+    """
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ring.K, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    column = gl.arange(0, 64, gl.SliceLayout(0, square))
+    seen = column[None, :] >= gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
+    inside = column < length - late
+    lift_q, lift_w = lifts
+    then, own_end, of_key = fades
+    if modes.DECAY:
+        now = gl.load(decays + late + column, mask=inside, other=0.0)
+        if not OWN:
+            now = gl.exp(gl.minimum(now - own_end, 0.0))
+    if modes.CENTRED:
+        off = gl.load(lift_q + late + column, mask=inside, other=0.0)
+    x_q = ring.get(item)
+    p_q = scores_of(x, x_q)
+    x_w = ring.get(item + 1)
+    p_w = scores_of(x, x_w)
+    p_q, p_w = warpgroup_mma_wait(0, deps=(p_q, p_w))
+    if modes.CENTRED:
+        p_q -= off[None, :]
+    if modes.DECAY:
+        if OWN:
+            p_q = p_q * gl.exp(gl.minimum(now[None, :] - then[:, None], 0.0))
+        else:
+            p_q = p_q * of_key[:, None] * now[None, :]
+    if OWN:
+        p_q = gl.where(seen, p_q, 0.0)
+    scores_q = gl.convert_layout(p_q.to(gl.bfloat16), left)
+    # only now what the other product needs: all at once is more than registers hold
+    fence_async_shared()
+    if modes.CENTRED:
+        p_w -= gl.load(lift_w + late + column, mask=inside, other=0.0)[None, :]
+    if modes.DECAY:
+        if OWN:
+            now = gl.load(decays + late + column, mask=inside, other=0.0)
+            p_w = p_w * gl.exp(gl.minimum(now[None, :] - then[:, None], 0.0))
+        else:
+            p_w = p_w * of_key[:, None] * now[None, :]
+    if OWN:
+        p_w = gl.where(seen, p_w, 0.0)
+    acc = warpgroup_mma(scores_q, x_w, acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p_w.to(gl.bfloat16), left), x_q, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    ring.release(item)
+    ring.release(item + 1)
+    return acc
+
+
+@gluon.jit
 def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
     """The W-th 64 rows of all tiles of a program; the steps are those of reads.dk_kernel."""
     out = tensors[5]
@@ -341,11 +424,8 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
     K: gl.constexpr = ring.K
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     local = gl.arange(0, 64, gl.SliceLayout(1, wide))
     cols = gl.arange(0, K, gl.SliceLayout(0, wide))
-    column = gl.arange(0, 64, gl.SliceLayout(0, square))
-    seen = column[None, :] >= gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
     G = HQ // H
 
     item = 0
@@ -361,48 +441,27 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
         acc, item = read_state(gl.zeros([64, K], gl.float32, wide), x, ring, item, blocks)
         rows = begin + local
         fade = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, wide))  # of a key until the end of its chunk
+        decays, then_square, own_end, of_key = through, 0.0, 0.0, 0.0
         if modes.DECAY:
             decays = through + h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
             then = gl.load(decays + rows, mask=rows < tiles.T, other=0.0)
             fade = gl.exp(gl.minimum(gl.load(decays + (chunk_end - 1)) - then, 0.0))
             acc = acc * fade[:, None]
             then_square = gl.convert_layout(then, gl.SliceLayout(1, square))
+            own_end = gl.load(decays + gl.minimum(begin + 63, tiles.T - 1))
+            of_key = gl.exp(gl.minimum(own_end - then_square, 0.0))
         for g in range(G):
             if W == 1:
                 ring.skip(item)
                 ring.skip(item + 1)
                 item += 2
-            for late in range(begin, gl.maximum(chunk_end, row + 65), 64):
-                inside = column < tiles.T - late
-                if modes.DECAY:
-                    now = gl.load(decays + late + column, mask=inside, other=0.0)
-                if modes.CENTRED:
-                    at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T + late
-                    off_q = gl.load(lift_q + at + column, mask=inside, other=0.0)
-                    off_w = gl.load(lift_w + at + column, mask=inside, other=0.0)
-                x_q = ring.get(item)
-                p_q = gl.zeros([64, 64], gl.float32, square)
-                p_w = gl.zeros([64, 64], gl.float32, square)
-                p_q = warpgroup_mma(x, x_q.permute([1, 0]), p_q, use_acc=False, is_async=True)
-                x_w = ring.get(item + 1)
-                p_w = warpgroup_mma(x, x_w.permute([1, 0]), p_w, use_acc=False, is_async=True)
-                if modes.DECAY:  # while the products run
-                    reach = gl.exp(gl.minimum(now[None, :] - then_square[:, None], 0.0))
-                p_q, p_w = warpgroup_mma_wait(0, deps=(p_q, p_w))
-                if modes.CENTRED:
-                    p_q -= off_q[None, :]
-                    p_w -= off_w[None, :]
-                if modes.DECAY:
-                    p_q = p_q * reach
-                    p_w = p_w * reach
-                if late == begin:
-                    p_q = gl.where(seen, p_q, 0.0)
-                    p_w = gl.where(seen, p_w, 0.0)
-                acc = warpgroup_mma(gl.convert_layout(p_q.to(gl.bfloat16), left), x_w, acc, is_async=True)
-                acc = warpgroup_mma(gl.convert_layout(p_w.to(gl.bfloat16), left), x_q, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                ring.release(item)
-                ring.release(item + 1)
+            at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
+            lifts = (lift_q + at, lift_w + at)
+            fades = (then_square, own_end, of_key)
+            acc = read_queries(acc, x, ring, item, lifts, decays, begin, tiles.T, fades, modes, True)
+            item += 2
+            for late in range(begin + 64, gl.maximum(chunk_end, row + 65), 64):
+                acc = read_queries(acc, x, ring, item, lifts, decays, late, tiles.T, fades, modes, False)
                 item += 2
 
         if modes.CENTRED or (modes.DECAY and modes.LAST):
@@ -422,10 +481,10 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
                 ring.skip(item)
                 item += 1
         if modes.UNIT:
-            kn = x.load(wide).to(gl.float32)
             r = gl.load(k_rnorm + (n.to(gl.int64) * tiles.T + rows) * H + h, mask=rows < tiles.T, other=0.0)
-            along = gl.sum(kn * acc, 1)
-            acc = r[:, None] * (acc - kn * along[:, None])
+            along = gl.sum(x.load(wide).to(gl.float32) * acc, 1)
+            fence_async_shared()
+            acc = r[:, None] * (acc - x.load(wide).to(gl.float32) * along[:, None])
         x.store(acc.to(gl.bfloat16))
         x_ring.store(2 * turn + W, out, n, begin, h * K)
 

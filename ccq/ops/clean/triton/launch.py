@@ -91,7 +91,8 @@ class Grid:
         launch(programs, (totals, kept), sizes, TOTALS=False, SEGMENTS=several, **options)
 
 
-FEW = 16  # rows at a time where many tensors pass by: beyond it registers spill
+FEW, PER_WARP = 8, 256  # rows at a time where many tensors pass by, and numbers of one to a warp: registers are few
+LONGEST_SCAN = 4096  # tokens at once of what is scanned by one program a head
 MOST_SEGMENTS = 8  # each adds up the segments before it: more would cost more than they spread
 
 
@@ -135,7 +136,7 @@ def run_weights(
     weights_kernel[(grid.sequences * grid.key_heads,)](
         log_decay, x, start, *made, end, grid.cu, grid.length, grid.tokens, grid.key_heads,
         START=start is not None, X=x is not None, END=True, REVERSE=reverse, VARLEN=grid.cu is not None,
-        BL=256 if grid.length <= 256 else 2048,
+        BL=min(LONGEST_SCAN, max(256, power_of_2(grid.length))), num_warps=8 if grid.length > 1024 else 4,
     )  # fmt: skip
     return made, end
 
@@ -264,7 +265,7 @@ def finish(
         grid.sequences, grid.length, grid.tokens, grid.query_heads, grid.key_heads, grid.size, grid.per_sums, EPS,
         STEP=step, UNIT=how.normalize == "unit", VARLEN=grid.cu is not None, INITIAL=grid.count is not None,
         CENTRED=how.centred, DECAY=decayed, DECAYS=decays, BN=grid.config.BN, BR=rows, S=chunk, BK=grid.block_k,
-        num_warps=grid.row_warps(rows, 1024),
+        num_warps=grid.row_warps(rows, PER_WARP),
     )  # fmt: skip
     return dq, adjoint
 
@@ -276,7 +277,7 @@ def turn(grid: Grid, g: Tensor, saved: Saved, unit: bool) -> tuple[Tensor, Tenso
     rows = min(FEW, grid.config.BN)
     turn_kernel[(cdiv(grid.tokens, rows) * grid.query_heads,)](
         g, saved.q, saved.lam, saved.y, dy, dlam, grid.tokens, grid.query_heads, grid.size, EPS,
-        UNIT=unit, BN=rows, BK=grid.block_k, num_warps=grid.row_warps(rows, 1024),
+        UNIT=unit, BN=rows, BK=grid.block_k, num_warps=grid.row_warps(rows, PER_WARP),
     )  # fmt: skip
     return dy, dlam
 
