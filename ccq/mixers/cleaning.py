@@ -125,8 +125,8 @@ class QueryCleaner(Owner):
 
     @property
     def fused(self) -> bool:
-        """Whether the fused decode step has this read: one step, of those that the kernels know."""
-        return self.read["step"] in reference.FUSED and self.read["steps"] == 1
+        """Whether the fused decode step has this read."""
+        return self.read["step"] in reference.FUSED
 
     def log_decay(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H"] | None:
         """That of the covariance, from the log-decay g of the backbone: the mean of its parts."""
@@ -271,8 +271,8 @@ class QueryCleaner(Owner):
                 raw=None if raw is q else raw,
                 centred=self.centred,
                 normalize=self.normalize,
-                step=self.read["step"],
                 log_decay=self.decay_parts(k, g),
+                **self.read,
             )
         return decode_step(
             self.without_current_key(q, k), k, v, state["recurrent"], g, beta, scale,

@@ -217,7 +217,7 @@ FEW_ROWS = Implementation("triton", "one launch for the few rows of a decode ste
 OPS: dict[str, tuple[Implementation, ...]] = {
     "clean_query": (REFERENCE, CHUNK, KERNELS, HOPPER),
     "sigma_q": (REFERENCE, CHUNK, KERNELS),
-    "clean_query_step": (Implementation("torch", "plain PyTorch; decoding with several steps too", backends=NAMES),),
+    "clean_query_step": (Implementation("torch", "plain PyTorch", backends=NAMES),),
     "gate": (TORCH, KERNELS),
     "recurrence": (CHUNK, Implementation("fla", "fla's chunkwise kernels", fla_refuses)),
     "decode_step": (TORCH, KERNELS),

@@ -131,7 +131,9 @@ def gate(dtype, size, rows, heads=6):
     fused_gate.backward(torch.empty_like(lam), q, weight, lam)
 
 
-def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="unit", B=8, step="scaled", decay=False):
+def decode(
+    dtype, size, mixer, clean=True, gated=True, centred=True, normalize="unit", B=8, step="scaled", decay=False, steps=1
+):
     """The step of a mixer: how it decays and writes, and its heads."""
     heads, value_heads, V = (1, 64, 64) if mixer == "mamba2" else (6, 6, 512)
     q = empty(B, heads, size, dtype=dtype)
@@ -141,7 +143,7 @@ def decode(dtype, size, mixer, clean=True, gated=True, centred=True, normalize="
     by = {"gate": (empty(heads, heads * size), empty(heads))} if gated else {"lam": empty(B, heads)}
     seen = CovarianceState.zeros(B, heads, size, device="cuda", decayed=decay)
     log_decay = empty(B, heads) if decay else None
-    cleaning = Cleaning(seen, **by, centred=centred, normalize=normalize, step=step, log_decay=log_decay)
+    cleaning = Cleaning(seen, **by, centred=centred, normalize=normalize, step=step, log_decay=log_decay, steps=steps)
     cleaning = cleaning if clean else None
     fused_decode.decode_step(q, torch.empty_like(q), v, recurrent, g, beta, size**-0.5, normalize == "unit", cleaning)
 
@@ -197,6 +199,7 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (decode, {"dtype": BF16, "size": 64, "mixer": "gla", "clean": False, "normalize": "none"}),
     (decode, {"dtype": BF16, "size": 64, "mixer": "mamba2", "centred": False}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gla", "step": "projected", "decay": True}),
+    (decode, {"dtype": BF16, "size": 256, "mixer": "gla", "step": "projected", "decay": True, "steps": 2}),
     (decode, {"dtype": FP16, "size": 64, "mixer": "linear_attention", "gated": False, "normalize": "stats"}),
     (decode, {"dtype": FP32, "size": 256, "mixer": "gla", "normalize": "none"}),
     (linears, {"dtype": BF16, "D": 2048, "outputs": [1536, 3072, 16]}),

@@ -49,9 +49,8 @@ class Cleaning:
     centred: bool = True
     normalize: str = "unit"
     step: str = "scaled"  # or "projected"
-    log_decay: Tensor | None = (
-        None  # of the covariance, [B, H], or [B, H, D] to be averaged; its count is then a weight
-    )
+    log_decay: Tensor | None = None  # of the covariance, [B, H], or [B, H, D] to be averaged: its count is a weight
+    steps: int = 1
 
 
 @torch.no_grad()
@@ -99,7 +98,7 @@ def decode_step(
             lam = gate(q if cleaning.raw is None else cleaning.raw, *cleaning.gate, backend=backend)
         q, k, _ = clean_query_step(
             q, k, lam, cleaning.covariance, cleaning.centred, cleaning.normalize, inplace=True, backend=backend,
-            step=cleaning.step, log_decay=_one_a_head(cleaning.log_decay),
+            step=cleaning.step, steps=cleaning.steps, log_decay=_one_a_head(cleaning.log_decay),
         )  # fmt: skip
     elif unit_qk:
         q, k = unit(q).to(q.dtype), unit(k).to(k.dtype)
@@ -152,9 +151,9 @@ def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
     check_call(q, k, lam, cleaning.covariance, None, cleaning.centred, cleaning.normalize, "auto", tokens=False)
     if cleaning.step not in FUSED:
         raise ValueError(f"cleaning.step: expected one of {', '.join(FUSED)}, got {cleaning.step!r}")
-    if cleaning.log_decay is not None:
-        decay = cleaning.log_decay
-        check_read(cleaning.step, 1, decay[..., 0] if decay.ndim == 3 else decay, k)
+    decay = cleaning.log_decay
+    check_read(cleaning.step, cleaning.steps, decay[..., 0] if decay is not None and decay.ndim == 3 else decay, k)
+    if decay is not None:
         check_decays(cleaning.covariance, "cleaning.covariance")
     if cleaning.lam is not None:
         check_values(lam, cleaning.covariance.count, None, 1, state="cleaning.covariance")

@@ -1,4 +1,5 @@
-"""`decode_step` in Triton, in two launches: the covariance, then the backbone's state.
+"""`decode_step` in Triton, in two launches: the covariance, then the backbone's state. A read of several steps has one
+more between them for each step after the first.
 
 The states are the traffic: K x V fp32 a head, read and written, and K x K of the covariance, of which only the lower
 blocks are touched. Each launch is split finely, so that few heads still fill the chip, and no program reads what
@@ -83,12 +84,10 @@ def covariance_kernel(
     block += key_i[:, None] * key_j[None, :]
     tl.store(where, block, mask=mask)
 
+    query_i = tl.load(q + nh * K + rows, mask=rows < K, other=0.0).to(tl.float32)
     query_j = tl.load(q + nh * K + cols, mask=cols < K, other=0.0).to(tl.float32)
-    tl.store(partial + (nh * NB + j) * K + rows, tl.sum(block * query_j[None, :], 1), mask=rows < K)
-    if i != j:
-        query_i = tl.load(q + nh * K + rows, mask=rows < K, other=0.0).to(tl.float32)
-        tl.store(partial + (nh * NB + i) * K + cols, tl.sum(block * query_i[:, None], 0), mask=cols < K)
-    else:
+    store_products(partial + nh * NB * K, block, query_i, query_j, i, j, rows, cols, K)
+    if i == j:
         total = tl.load(key_sum + nh * K + rows, mask=rows < K, other=0.0)
         if DECAY:
             total *= decay
@@ -96,10 +95,71 @@ def covariance_kernel(
 
 
 @triton.jit
+def store_products(partial, block, query_i, query_j, i, j, rows, cols, K):
+    """What block (i, j) of C and its mirror image add to C q."""
+    tl.store(partial + j * K + rows, tl.sum(block * query_j[None, :], 1), mask=rows < K)
+    if i != j:
+        tl.store(partial + i * K + cols, tl.sum(block * query_i[:, None], 0), mask=cols < K)
+
+
+@triton.jit
+def cleaned(
+    query, q_rnorm, lam, key_sum, count, partial, nh, H, K, rows,
+    CENTRED: tl.constexpr, PROJECTED: tl.constexpr, WEIGHTS: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The query after one step; `partial` are of it as it came, without its norm's inverse q_rnorm."""
+    if WEIGHTS:
+        t = tl.load(count + nh)
+    else:
+        t = tl.load(count + nh // H).to(tl.float32)
+    y = tl.zeros([BK], tl.float32)
+    for block in tl.static_range(NB):
+        y += tl.load(partial + (nh * NB + block) * K + rows, mask=rows < K, other=0.0)
+    y *= q_rnorm / t
+    if CENTRED:
+        total = tl.load(key_sum + nh * K + rows, mask=rows < K, other=0.0) / t
+        y -= total * tl.sum(total * query, 0)
+    taken = tl.load(lam + nh).to(tl.float32)
+    if PROJECTED:
+        taken *= tl.sum(query * y, 0) / (tl.sum(y * y, 0) + SMALLEST)
+    return query - taken * y
+
+
+@triton.jit
+def again_kernel(
+    q, lam, second_moment, key_sum, count, partial, q_out, partial_out, H, K, eps,
+    UNIT: tl.constexpr, CENTRED: tl.constexpr, PROJECTED: tl.constexpr, WEIGHTS: tl.constexpr,
+    NB: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The query after one step, as it is rounded between steps, and what one lower block adds to its product with C."""
+    nh = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, BK)
+    query = tl.load(q + nh * K + every, mask=every < K, other=0.0).to(tl.float32)
+    q_rnorm = 1.0
+    if UNIT:
+        q_rnorm = tl.rsqrt(tl.sum(query * query, 0) + eps)
+        query *= q_rnorm
+    query = cleaned(
+        query, q_rnorm, lam, key_sum, count, partial, nh, H, K, every, CENTRED, PROJECTED, WEIGHTS, NB, BK
+    ).to(q_out.dtype.element_ty)
+    i, j = lower_block(tl.program_id(1))
+    if i == 0:
+        tl.store(q_out + nh * K + every, query, mask=every < K)
+    rows = i * BB + tl.arange(0, BB)
+    cols = j * BB + tl.arange(0, BB)
+    at = second_moment + nh * K * K + rows[:, None] * K + cols[None, :]
+    block = tl.load(at, mask=(rows < K)[:, None] & (cols < K)[None, :], other=0.0)
+    query = query.to(tl.float32)[None, :]
+    query_i = tl.sum(tl.where(rows[:, None] == every[None, :], query, 0.0), 1)
+    query_j = tl.sum(tl.where(cols[:, None] == every[None, :], query, 0.0), 1)
+    store_products(partial_out + nh * NB * K, block, query_i, query_j, i, j, rows, cols, K)
+
+
+@triton.jit
 def read_kernel(
     q, k, v, g, beta, recurrent, o, lam, key_sum, count, partial, H, G, K, V, scale, eps,
-    UNIT: tl.constexpr, CLEAN: tl.constexpr, CENTRED: tl.constexpr, PROJECTED: tl.constexpr, WEIGHTS: tl.constexpr,
-    SCALAR: tl.constexpr, CHANNEL: tl.constexpr,
+    UNIT: tl.constexpr, UNIT_Q: tl.constexpr, CLEAN: tl.constexpr, CENTRED: tl.constexpr, PROJECTED: tl.constexpr,
+    WEIGHTS: tl.constexpr, SCALAR: tl.constexpr, CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, OVERLAP: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """BV columns of one head's state: decay, write, and read with the cleaned query."""
@@ -119,30 +179,19 @@ def read_kernel(
     if CHANNEL:
         state *= tl.exp(tl.load(g + nh * K + rows, mask=inside, other=0.0).to(tl.float32))[:, None]
     q_rnorm = 1.0
-    if UNIT:
+    if UNIT_Q:
         q_rnorm = tl.rsqrt(tl.sum(query * query, 0) + eps)
         query *= q_rnorm
+    if UNIT:
         key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
         key = key.to(k.dtype.element_ty).to(tl.float32)
     if OVERLAP:  # all above was there before the covariance's launch; what follows it wrote
         gdc_wait()
     if CLEAN:
-        if WEIGHTS:
-            t = tl.load(count + nh)
-        else:
-            t = tl.load(count + nh // H).to(tl.float32)
-        y = tl.zeros([BK], tl.float32)
-        for block in tl.static_range(NB):
-            y += tl.load(partial + (nh * NB + block) * K + rows, mask=inside, other=0.0)
-        y *= q_rnorm / t  # the partial sums are of q as it came
-        if CENTRED:
-            total = tl.load(key_sum + nh * K + rows, mask=inside, other=0.0) / t
-            y -= total * tl.sum(total * query, 0)
-        taken = tl.load(lam + nh).to(tl.float32)
-        if PROJECTED:
-            taken *= tl.sum(query * y, 0) / (tl.sum(y * y, 0) + SMALLEST)
-        query -= taken * y
-    if UNIT or CLEAN:
+        query = cleaned(
+            query, q_rnorm, lam, key_sum, count, partial, nh, H, K, rows, CENTRED, PROJECTED, WEIGHTS, NB, BK
+        )
+    if UNIT_Q or CLEAN:
         query = query.to(q.dtype.element_ty).to(tl.float32)
     if DELTA:
         value = tl.load(beta + nv).to(tl.float32) * (value - tl.sum(state * key[:, None], 0))
@@ -181,6 +230,19 @@ def update_covariance(q: Tensor, k: Tensor, cleaning: Cleaning) -> tuple[Tensor,
     return lam, partial
 
 
+def step_again(q: Tensor, lam: Tensor, partial: Tensor, cleaning: Cleaning, unit: bool) -> tuple[Tensor, Tensor]:
+    """The query after one step, and its products with C in parts."""
+    batch, heads, size = q.shape
+    state, block_k, blocks = cleaning.covariance, block_size(size), partial.shape[2]
+    made = torch.empty_like(q), torch.empty_like(partial)
+    again_kernel[(batch * heads, blocks * (blocks + 1) // 2)](
+        q, lam, state.lower_triangle(), state.key_sum, state.count, partial, *made, heads, size, EPS,
+        UNIT=unit, CENTRED=cleaning.centred, PROJECTED=cleaning.step == "projected", WEIGHTS=weighs(state),
+        NB=blocks, BB=min(BLOCK, block_k), BK=block_k, num_warps=warps(block_k),
+    )  # fmt: skip
+    return made
+
+
 def decode_step(
     q: Tensor, k: Tensor, v: Tensor, recurrent: Tensor, g: Tensor | None, beta: Tensor | None,
     scale: float, unit_qk: bool, cleaning: Cleaning | None,
@@ -193,18 +255,23 @@ def decode_step(
     batch, heads, size = q.shape
     value_heads, value_size = v.shape[1:]
     lam = partial = state = None
+    unit_key = unit_qk
     if cleaning is not None:
         state = cleaning.covariance
         lam, partial = update_covariance(q, k, cleaning)
-        unit_qk = cleaning.normalize == "unit"
+        unit_key = unit_qk = cleaning.normalize == "unit"
+        for _ in range(cleaning.steps - 1):
+            q, partial, unit_qk = *step_again(q, lam, partial, cleaning, unit_qk), False
     out = torch.empty_like(v)
-    block_k, overlap = block_size(size), cleaning is not None and arch(q.device).overlaps
+    # a step in between reads what the launch before it wrote, so the one after it waits for both
+    overlap = cleaning is not None and cleaning.steps == 1 and arch(q.device).overlaps
+    block_k = block_size(size)
     block_v = columns(batch * value_heads, value_size, q.device)
     read_kernel[(batch * value_heads, cdiv(value_size, block_v))](
         q, k, v, g, beta, recurrent, out,
         lam, None if state is None else state.key_sum, None if state is None else state.count, partial,
         heads, value_heads // heads, size, value_size, scale, EPS,
-        UNIT=unit_qk, CLEAN=cleaning is not None, CENTRED=cleaning is not None and cleaning.centred,
+        UNIT=unit_key, UNIT_Q=unit_qk, CLEAN=cleaning is not None, CENTRED=cleaning is not None and cleaning.centred,
         PROJECTED=cleaning is not None and cleaning.step == "projected", WEIGHTS=state is not None and weighs(state),
         SCALAR=g is not None and g.ndim == 2, CHANNEL=g is not None and g.ndim == 3, DELTA=beta is not None,
         OVERLAP=overlap, NB=1 if partial is None else partial.shape[2], BK=block_k, BV=block_v,

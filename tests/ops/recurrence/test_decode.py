@@ -37,6 +37,8 @@ CLEANINGS = {
     "projected": {"normalize": "unit", "step": "projected"},
     "projected, decayed": {"normalize": "unit", "step": "projected", "log_decay": True},
     "decayed, uncentred": {"normalize": "stats", "centred": False, "log_decay": True},
+    "projected twice, decayed": {"normalize": "unit", "step": "projected", "steps": 2, "log_decay": True},
+    "three steps": {"normalize": "none", "steps": 3},
 }
 decode_step = torch.no_grad()(checked(ccq.ops.decode_step.__wrapped__))
 
@@ -129,9 +131,10 @@ def test_every_cleaning_matches_the_loop(cleaning, backend, nan_in_fresh_memory)
     check("gated deltanet", cleaning, 16, 24, torch.float32, backend)
 
 
+@pytest.mark.parametrize("cleaning", ["clean", "projected twice, decayed"])
 @pytest.mark.parametrize("K", [20, 72, 192])  # one partial block; several blocks of the covariance, the last partial
-def test_awkward_key_sizes_match_the_loop(K, nan_in_fresh_memory):
-    check("gla", "clean", K, 40, torch.float32, "triton", T=3, H=1)
+def test_awkward_key_sizes_match_the_loop(K, cleaning, nan_in_fresh_memory):
+    check("gla", cleaning, K, 40, torch.float32, "triton", T=3, H=1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -74,13 +74,6 @@ def read_keys(acc, scores, keys, left: gl.constexpr):
 
 
 @gluon.jit
-def left_of_own(decays, now, key, length):
-    """What is left of keys at rows; 1 where a key comes later."""
-    then = gl.load(decays + key, mask=key < length, other=0.0)
-    return gl.exp(gl.minimum(now[:, None] - then[None, :], 0.0))
-
-
-@gluon.jit
 def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
     """All tiles of a program, in the order in which `read_clean` reads."""
     x, k, states, other, _, _ = tensors
@@ -198,19 +191,24 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if W == 0:  # the keys of the later 64 rows
             ring.skip(item)
             item += 1
-        # the rows' own keys first: with them m is complete
+        # the rows' own keys first: with them m is complete. Decays are asked for before a product, and become
+        # exponentials while it runs
+        if modes.DECAY:
+            then = gl.load(decays + (begin + column), mask=begin + column < tiles.T, other=0.0)
         keys = ring.get(item)
-        p = gl.where(sees, warpgroup_mma_wait(0, deps=(scores_of(x, keys),)), 0.0)
+        p = scores_of(x, keys)
+        if modes.DECAY:
+            own_left = gl.exp(gl.minimum(now_square[:, None] - then[None, :], 0.0))
+        p = gl.where(sees, warpgroup_mma_wait(0, deps=(p,)), 0.0)
         m = gl.zeros([64], gl.float32, square_row)
         if modes.CENTRED:
             own = p
             if modes.DECAY:
-                own = p * left_of_own(decays, now_square, begin + column, tiles.T)
+                own = p * own_left
             m = (gl.convert_layout(before, square_row) + gl.sum(own, 1)) / gl.convert_layout(t, square_row)
-            fence_async_shared()
             p = gl.where(sees, p - m[:, None], 0.0)
         if modes.DECAY:
-            p = p * left_of_own(decays, now_square, begin + column, tiles.T)
+            p = p * own_left
         share = gl.full([64], 1.0, gl.float32, square_row) / past
         acc = read_keys(acc, p * share[:, None], keys, left)
         ring.release(item)
@@ -221,9 +219,10 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             if modes.DECAY:
                 key = begin - i * 64 + column
                 then = gl.load(decays + key, mask=key < tiles.T, other=0.0)
-                left_of_key = gl.exp(gl.minimum(own_start - then, 0.0))
             keys = ring.get(item)
             p = scores_of(x, keys)
+            if modes.DECAY:
+                left_of_key = gl.exp(gl.minimum(own_start - then, 0.0))
             p = warpgroup_mma_wait(0, deps=(p,))
             if modes.CENTRED:
                 p = p - m[:, None]
@@ -375,38 +374,29 @@ def read_queries(acc, x, ring, item, lifts, decays, late, length, fades, modes, 
     then, own_end, of_key = fades
     if modes.DECAY:
         now = gl.load(decays + late + column, mask=inside, other=0.0)
-        if not OWN:
-            now = gl.exp(gl.minimum(now - own_end, 0.0))
     if modes.CENTRED:
-        off = gl.load(lift_q + late + column, mask=inside, other=0.0)
+        off_q = gl.load(lift_q + late + column, mask=inside, other=0.0)
+        off_w = gl.load(lift_w + late + column, mask=inside, other=0.0)
     x_q = ring.get(item)
     p_q = scores_of(x, x_q)
     x_w = ring.get(item + 1)
     p_w = scores_of(x, x_w)
+    if modes.DECAY:  # while the products run
+        if OWN:
+            reach = gl.exp(gl.minimum(now[None, :] - then[:, None], 0.0))
+        else:  # what is left of a key after its rows, of that at each query
+            reach = of_key[:, None] * gl.exp(gl.minimum(now - own_end, 0.0))[None, :]
     p_q, p_w = warpgroup_mma_wait(0, deps=(p_q, p_w))
     if modes.CENTRED:
-        p_q -= off[None, :]
+        p_q -= off_q[None, :]
+        p_w -= off_w[None, :]
     if modes.DECAY:
-        if OWN:
-            p_q = p_q * gl.exp(gl.minimum(now[None, :] - then[:, None], 0.0))
-        else:
-            p_q = p_q * of_key[:, None] * now[None, :]
+        p_q = p_q * reach
+        p_w = p_w * reach
     if OWN:
         p_q = gl.where(seen, p_q, 0.0)
-    scores_q = gl.convert_layout(p_q.to(gl.bfloat16), left)
-    # only now what the other product needs: all at once is more than registers hold
-    fence_async_shared()
-    if modes.CENTRED:
-        p_w -= gl.load(lift_w + late + column, mask=inside, other=0.0)[None, :]
-    if modes.DECAY:
-        if OWN:
-            now = gl.load(decays + late + column, mask=inside, other=0.0)
-            p_w = p_w * gl.exp(gl.minimum(now[None, :] - then[:, None], 0.0))
-        else:
-            p_w = p_w * of_key[:, None] * now[None, :]
-    if OWN:
         p_w = gl.where(seen, p_w, 0.0)
-    acc = warpgroup_mma(scores_q, x_w, acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p_q.to(gl.bfloat16), left), x_w, acc, is_async=True)
     acc = warpgroup_mma(gl.convert_layout(p_w.to(gl.bfloat16), left), x_q, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     ring.release(item)
