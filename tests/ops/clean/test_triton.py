@@ -255,6 +255,24 @@ def test_bf16_correction_errs_by_no_more_than_its_roundings(keys):
     assert error(ref, torch.zeros_like(got), scale) > allowed, "y = 0 must not pass"
 
 
+@pytest.mark.parametrize(
+    ("backend", "size"), [("chunk", 64), *(pytest.param("triton", size, marks=on_gpu) for size in (64, 128, 256))]
+)
+def test_direction_of_what_a_long_projected_step_leaves(backend, size):
+    """Keys that vary alike in all directions, lam = 0.9: a tenth of q is left, and roundings weigh ten times as much."""
+    case = make_case(B=1, T=2048, Hq=2, Hk=2, K=size, dtype=torch.bfloat16, keys="isotropic")
+    case = replace(case, lam=torch.full_like(case.lam, 0.9))
+    case = to_gpu(case) if backend == "triton" else case
+    got, k_bar, _ = clean_query(*case.args, backend=backend, step="projected")
+    q = unit_vector(case.q.double())
+    ref, _, _ = clean_query(q, k_bar.double(), case.lam, normalize="none", step="projected", backend="chunk")
+    late = slice(4 * size, None)  # before that the keys have a few strong directions
+    cosine = torch.nn.functional.cosine_similarity(got.double()[:, late], ref[:, late], dim=-1)
+    assert ref[:, late].norm(dim=-1).mean() < 0.5, "the step is not long"
+    angle = torch.acos(cosine.clamp(max=1))
+    assert angle.mean() < 0.01
+
+
 def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The chunkwise algorithm with q, k and the scores in bf16 and states in fp32."""
     keys = chunk.chunk_keys(k, None, chunk.Past())
