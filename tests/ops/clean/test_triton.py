@@ -259,7 +259,7 @@ def test_bf16_correction_errs_by_no_more_than_its_roundings(keys):
     ("backend", "size"), [("chunk", 64), *(pytest.param("triton", size, marks=on_gpu) for size in (64, 128, 256))]
 )
 def test_direction_of_what_a_long_projected_step_leaves(backend, size):
-    """Keys that vary alike in all directions, lam = 0.9: a tenth of q is left, and roundings weigh ten times as much."""
+    """Keys that vary alike in all directions, lam = 0.9: a tenth of q is left, so roundings weigh ten times as much."""
     case = make_case(B=1, T=2048, Hq=2, Hk=2, K=size, dtype=torch.bfloat16, keys="isotropic")
     case = replace(case, lam=torch.full_like(case.lam, 0.9))
     case = to_gpu(case) if backend == "triton" else case
