@@ -164,6 +164,12 @@ def fla_refuses(call: Call) -> str | None:
     return None
 
 
+def mesa_refuses(call: Call) -> str | None:
+    if call.size > 128 or call.dtype not in (torch.bfloat16, torch.float16):
+        return "they take bfloat16 and float16, and heads of up to 128 channels"
+    return fla_refuses(call)
+
+
 def fla_layers_refuse(call: Call) -> str | None:
     if torch.compiler.is_compiling():
         return "a compiler fuses what plain PyTorch says by itself"
@@ -220,6 +226,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "clean_query_step": (Implementation("torch", "plain PyTorch", backends=NAMES),),
     "gate": (TORCH, KERNELS),
     "recurrence": (CHUNK, Implementation("fla", "fla's chunkwise kernels", fla_refuses)),
+    "mesa": (TORCH, Implementation("fla", "fla's chunkwise kernels, from 20 steps on", mesa_refuses)),
     "decode_step": (TORCH, KERNELS),
     "packed_attention": (TORCH, Implementation("flash", "flash attention", flash_refuses)),
     "conv": (TORCH, LAYERS, Implementation("gluon", "fla's kernels in Gluon", gluon_conv_refuses)),

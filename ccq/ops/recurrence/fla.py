@@ -44,3 +44,17 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
 
     g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
     return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
+
+
+@torch.compiler.disable
+def mesa(q, k, v, g, beta, ridge, steps, initial_state, output_final_state, cu_seqlens):
+    """As `ccq.ops.recurrence.mesa.mesa`. fla keeps the two parts of a state apart."""
+    from fla.ops.mesa_net import chunk_mesa_net
+
+    parts = (None, None) if initial_state is None else initial_state.split([k.shape[-1], v.shape[-1]], -1)
+    o, state = chunk_mesa_net(
+        q, k, v, g.float(), beta.float(), ridge.float(),
+        *(None if x is None else x.contiguous() for x in parts), output_final_state, steps,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+    )  # fmt: skip
+    return o, torch.cat(state, -1) if output_final_state else None

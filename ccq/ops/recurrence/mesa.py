@@ -8,7 +8,8 @@ and H_t q. H and S are one state, that of linear attention with values [k, v].
 
 In plain PyTorch on any device. The states before all chunks are found once; then each step is a few products over all
 chunks at a time. The gradient is that of the steps taken, by autograd; they are computed again for it, so that what is
-kept is linear in T.
+kept is linear in T. On a GPU fla's kernels stand for it where they do the same: from SOLVED steps on, since their
+gradient is that of the solution.
 
 B sequences (or N packed ones), T tokens, H heads, K key size, V value size; M chunks of C tokens.
 """
@@ -22,9 +23,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ccq.ops.choose import Call, choose
 from ccq.ops.chunks import from_chunks, in_order, make_layout, to_chunks
 from ccq.ops.precision import exact_matmul, no_autocast, stats_dtype
 from ccq.ops.recurrence.chunk import CHUNK, after, spans
+
+SOLVED = 20  # steps after which little of a system is left to solve
 
 
 def conjugate_gradient(product: Callable[[Tensor], Tensor], q: Float[Tensor, "*B K"], steps: int) -> Tensor:
@@ -63,6 +67,10 @@ def mesa(
     if q.shape[0] * q.shape[1] == 0:
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return v * 1, start(initial_state, n, q, v) if output_final_state else None
+    if steps >= SOLVED and v.shape == k.shape and choose("mesa", Call.of(q)) == "fla":
+        from ccq.ops.recurrence import fla
+
+        return fla.mesa(q, k, v, g, beta, ridge, steps, initial_state, output_final_state, cu_seqlens)
     arguments = (q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens)
     if torch.is_grad_enabled():
         o, state = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -14,6 +14,7 @@ from helpers import assert_close, unit_vector
 from torch import Tensor
 
 from ccq import sigma_q
+from ccq.ops.choose import Call, choose
 from ccq.ops.recurrence.mesa import CHUNK, conjugate_gradient, flops, mesa, mesa_step
 
 
@@ -66,7 +67,7 @@ def gradients(run, case: dict[str, Tensor], **options) -> dict[str, Tensor]:
         arguments["initial_state"] = torch.cat([(keys + keys.mT) / 2, values], -1)
     o, state = run(**arguments, **options)
     rng = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x.dtype) for x in (o, state)]
+    weights = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x) for x in (o, state)]
     grads = torch.autograd.grad((o, state), list(leaves.values()), weights)
     return {"o": o, "state": state, **{f"gradient of {n}": x for n, x in zip(leaves, grads, strict=True)}}
 
@@ -134,6 +135,19 @@ def test_same_as_fla():
     for steps in (1, 2):  # it adds 1e-5 to what it divides by
         ref, _, _ = naive_mesa_net_CG(**theirs, chunk_size=20, max_CG_iteration=steps)
         assert_close(f"{steps} steps", ref, mesa(**case, steps=steps)[0], 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", [False, True], ids=["empty", "continued"])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_kernels_of_fla_on_a_gpu_give_the_values_and_gradients_of_fp64(mean, state):
+    case = make_case(T=300, K=64, V=64, mean=mean, state=state)
+    half = {n: x if n in ("g", "beta", "ridge", "initial_state") else x.bfloat16() for n, x in case.items()}
+    ref = gradients(ours, {n: x.double() for n, x in half.items()}, steps=30)
+    on_gpu = {n: (x if x.dtype == torch.bfloat16 else x.float()).cuda() for n, x in half.items()}
+    assert choose("mesa", Call.of(on_gpu["q"])) == "fla"
+    for name, x in gradients(ours, on_gpu, steps=30).items():
+        assert_close(name, ref[name], x.cpu(), 2e-2)
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 65], [0, 64, 1, 130], [0, 0], [5]], ids=str)
