@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import re
 import statistics
@@ -6,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 from torch.utils.flop_counter import FlopCounterMode
 
 from ccq.bench import results
@@ -16,10 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "operator_cpu.py"
 
 @pytest.fixture(scope="module")
 def operator_cpu():
-    spec = importlib.util.spec_from_file_location("operator_cpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/operator_cpu.py")
 
 
 def test_flop_formulas_are_what_the_chunkwise_backend_does(operator_cpu):
@@ -91,9 +88,7 @@ def two_sided(values):
 
 
 def test_the_script_of_training_on_works(monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("continue_tiny", SCRIPT.with_name("continue_tiny.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("benchmarks/continue_tiny.py")
     monkeypatch.setattr("sys.argv", ["continue_tiny.py", "--quick"])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of this process, for other tests
     module.main()

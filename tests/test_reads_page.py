@@ -1,12 +1,12 @@
 """docs/reads.md: its numbers are those of the study's files, of the package's steps and of closed forms."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from ccq.files import read_text
 
@@ -14,28 +14,31 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "reads.md").read_text()
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("read_gains", ROOT / "benchmarks" / "read_gains.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+GDN = "gated-deltanet"
+GAINS = script("benchmarks/read_gains.py")
 
 
-GAINS = script()
-
-
-def log(row):
-    path = ROOT / "benchmarks" / "study" / f"{row}-seed0" / "log.jsonl"
+def log(run):
+    path = ROOT / "benchmarks" / "study" / run / "log.jsonl"
     return [json.loads(line) for line in read_text(path).splitlines()]
 
 
 def angle(row):
-    last = [line["angle"] for line in log(row) if "angle" in line][-1]
+    last = [line["angle"] for line in log(f"{row}-seed0") if "angle" in line][-1]
     return sum(last) / len(last)
 
 
-def perplexity(row):
-    return [line["valid_perplexity"] for line in log(row) if "valid_perplexity" in line][-1]
+def last_perplexity(run):
+    return [line["valid_perplexity"] for line in log(run) if "valid_perplexity" in line][-1]
+
+
+def perplexity(row, seed=0):
+    return last_perplexity(f"{row}-seed{seed}")
+
+
+def early(row):
+    """After 25M tokens, at the rate that was chosen."""
+    return round(last_perplexity(f"sweep/{row}-2e-3"), 1)
 
 
 def gain(read, total):
@@ -62,10 +65,22 @@ def decode(backbone, batch):
     return ratio("decode_op", "ms", {"variant": "projected"}, {"variant": "ours"}, B=batch, backbone=backbone)
 
 
+def trained(system, control, value):
+    """What a system adds to its control, in per cent."""
+    path = ROOT / "benchmarks" / "study" / "cost" / "train_h200.json"
+    rows = {row["system"]: row for row in json.loads(path.read_text())["rows"]}
+    return round(100 * (rows[system][value] / rows[control][value] - 1), 1)
+
+
 def layer(backbone, variant):
     where = {"T": 4096, "pass": "forward and backward", "backbone": backbone}
+    control = {"variant": "unit" if backbone == "gla" else "fla"}
     return ratio(
-        "layer", "graph_ms", {"variant": variant}, {"variant": "unit" if backbone == "gla" else "fla"}, **where
+        f"layer_{backbone}",
+        "graph_ms",
+        {"variant": variant},
+        {"variant": "unit" if backbone == "gla" else "fla"},
+        **where,
     )
 
 

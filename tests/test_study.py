@@ -1,47 +1,105 @@
-"""What docs/study.md says of its runs is in their files."""
+"""What docs/study.md says of its runs is in their files, and its verdicts follow from its rules."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from scripts import script
 
 from ccq.files import read_text
 
 ROOT = Path(__file__).parent.parent
-RUNS = ROOT / "benchmarks" / "study"
-ROW = re.compile(r"^\| `(?P<row>[\w-]+)` \| (?P<rate>[\de-]+) \| (?P<perplexity>[\d.]+) \| (?P<needles>[\d.]+) \| "
-                 r"(?P<angle>[\d.]*)°? ?\|$", re.MULTILINE)  # fmt: skip
-TOLD = [match.groupdict() for match in ROW.finditer((ROOT / "docs" / "study.md").read_text())]
+PAGE = (ROOT / "docs" / "study.md").read_text()
 
 
-def log(run: Path) -> list[dict]:
-    return [json.loads(line) for line in read_text(run / "log.jsonl").splitlines()]
+STUDY = script("benchmarks/study.py")
 
 
-def perplexity(run: Path) -> float:
-    return [row["valid_perplexity"] for row in log(run) if "valid_perplexity" in row][-1]
+def run(system, seed):
+    return STUDY.Run(STUDY.RUNS / f"{system.replace('-', '_')}-seed{seed}")
 
 
-def test_every_run_that_is_kept_is_in_the_table():
-    assert {told["row"] for told in TOLD} == {
-        json.loads((run / "config.json").read_text())["identity"]["system"] for run in RUNS.glob("*-seed*")
-    }
+def last(system, seed):
+    return run(system, seed).perplexity()
 
 
-@pytest.mark.parametrize("told", TOLD, ids=lambda told: told["row"])
-def test_a_row_of_the_table_is_what_its_files_say(told):
-    recipe = told["row"].replace("-", "_")
-    run = RUNS / f"{recipe}-seed0"
-    config = json.loads((run / "config.json").read_text())
-    assert config["identity"]["tokens"] == pytest.approx(100e6, rel=1e-3)
-    assert config["optimizer"]["lr"] == float(told["rate"])
-    assert f"{perplexity(run):.2f}" == told["perplexity"]
-    scores = [score["value"] for score in json.loads((run / "eval" / "niah.json").read_text())["scores"].values()]
+def tried(system, rate="2e-3"):
+    """Perplexity of a run that chooses the rate."""
+    return STUDY.Run(STUDY.RUNS / "sweep" / f"{system.replace('-', '_')}-{rate}").perplexity()
+
+
+def speed(system):
+    """Millions of tokens a second of a training step alone."""
+    rows = json.loads((STUDY.RUNS / "cost" / "profile_nano_h200.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["system"] == system and row["part"] == "train"]
+    return row["B"] * row["T"] / row["wall_ms"] / 1e3
+
+
+def test_tables_of_the_page_are_made_from_the_files():
+    assert STUDY.filled(PAGE) == PAGE
+    assert {place["name"] for place in STUDY.PLACE.finditer(PAGE)} == {"runs", "claims", "sweep"}
+
+
+def test_sentences_of_the_page_hold():
+    sentences = re.findall(r"<!-- holds: (.+?) -->", PAGE)
+    assert len(sentences) >= 6
+    for sentence in sentences:
+        assert eval(sentence, globals()), sentence
+
+
+@pytest.mark.parametrize("path", sorted(STUDY.RUNS.glob("*-seed*")), ids=lambda path: path.name)
+def test_a_run_is_what_the_plan_says(path):
+    """100M tokens, the rate that its row chose, and the twelve needle settings; its line has its own numbers."""
+    config = json.loads((path / "config.json").read_text())
+    identity, recipe = config["identity"], path.name.rpartition("-seed")[0]
+    assert identity["tokens"] == pytest.approx(100e6, rel=1e-3)
+    assert config["model"]["conv_size"] == 4
+    rates = {}
+    for tried in STUDY.RUNS.glob(f"sweep/{recipe}-[0-9]*"):
+        rows = [json.loads(line) for line in read_text(tried / "log.jsonl").splitlines()]
+        rates[float(tried.name.rpartition(f"{recipe}-")[2])] = [r["valid_loss"] for r in rows if "valid_loss" in r][-1]
+    assert sorted(rates) == [1e-3, 2e-3, 4e-3]
+    assert config["optimizer"]["lr"] == min(rates, key=rates.get)
+    scores = [score["value"] for score in json.loads((path / "eval" / "niah.json").read_text())["scores"].values()]
     assert len(scores) == 12
-    assert f"{sum(scores) / 12:.1f}" == told["needles"]
-    angles = [row for row in log(run) if "loss" in row][-1].get("angle")
-    assert told["angle"] == ("" if angles is None else f"{sum(angles) / len(angles):.2f}")
-    rates = {path.name.rpartition(f"{recipe}-")[2]: perplexity(path) for path in RUNS.glob(f"sweep/{recipe}-[0-9]*")}
-    assert sorted(map(float, rates)) == [1e-3, 2e-3, 4e-3]
-    assert min(rates, key=rates.get) == told["rate"]
+    rows = [json.loads(line) for line in read_text(path / "log.jsonl").splitlines()]
+    perplexity = [row["valid_perplexity"] for row in rows if "valid_perplexity" in row][-1]
+    (line,) = re.findall(rf"^\| `{identity['system']}` \| {identity['seed']} \| .*$", PAGE, re.MULTILINE)
+    assert f"| {perplexity:.2f} |" in line
+    assert f"| {sum(scores) / 12:.1f} |" in line
+
+
+def test_verdicts_are_those_of_the_rules(monkeypatch):
+    """Against scipy's paired test, on made-up values: a clear gain, a clear loss, none, and too few seeds."""
+    stats = pytest.importorskip("scipy.stats")
+    made = {
+        "gla-unit": [40.0, 41.0, 42.0, 40.5, 41.5],
+        "ccq-gla": [40.02, 40.98, 42.01, 40.5, 41.49],
+        "gla-projected-decay": [38.0, 39.1, 39.9, 38.4, 39.6],
+        "gla-projected": [38.5, 39.4, 40.4],
+        "gated-deltanet": [30.0, 31.0],
+        "ccq-gated-deltanet": [29.0, 30.0],
+    }
+    monkeypatch.setattr(STUDY, "by_seed", lambda found, system, measure: dict(enumerate(made.get(system, []))))
+    verdicts = {verdict.name: verdict for verdict in STUDY.judge([])}
+    assert verdicts["S1"].verdict == "not supported"  # no gain of 0.1 is left
+    assert verdicts["S2"].verdict == verdicts["S3"].verdict == "supported"
+    assert verdicts["S7"].verdict == "undecided"
+    assert verdicts["S6"].verdict == "not run"
+    for name, row, control in (("S1", "ccq-gla", "gla-unit"), ("S4", "gla-projected", "gla-unit")):
+        count = min(len(made[row]), len(made[control]))
+        truth = stats.ttest_rel(made[row][:count], made[control][:count])
+        interval = truth.confidence_interval(0.95)
+        assert verdicts[name].p == pytest.approx(truth.pvalue, rel=1e-6)
+        assert verdicts[name].interval == pytest.approx((interval.low, interval.high), rel=1e-3)
+
+
+def test_a_p_that_the_correction_takes_away_supports_nothing(monkeypatch):
+    made = {"gla-unit": [40.0, 40.0, 40.0], "gla-projected": [39.0, 39.2, 38.6], "ccq-gla": [40.2, 39.7, 40.3],
+            "gla-projected-decay": [40.1, 39.6, 40.2]}  # fmt: skip
+    monkeypatch.setattr(STUDY, "by_seed", lambda found, system, measure: dict(enumerate(made.get(system, []))))
+    (verdict,) = [verdict for verdict in STUDY.judge([]) if verdict.name == "S4"]
+    assert verdict.p < 0.05
+    assert verdict.interval[1] < 0
+    assert verdict.verdict == "undecided"

@@ -1,0 +1,229 @@
+"""The tables of docs/study.md from the runs in benchmarks/study, by the rules of that page.
+
+    python benchmarks/study.py            # print them
+    python benchmarks/study.py --write    # put them into docs/study.md
+
+A run is a folder ROW-seedN with `config.json` (which says what it is of), `log.jsonl`, `provenance.json` and `eval/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ccq.evaluate.statistics import chance, error_of_mean, holm, student
+from ccq.files import read_text
+from ccq.report.claims import FAILS, FEW, HOLDS, LEAST, NOT_RUN, nothing_or_all
+from ccq.systems import Identity
+
+ROOT = Path(__file__).parent.parent
+RUNS, PAGE = ROOT / "benchmarks" / "study", ROOT / "docs" / "study.md"
+PLACE = re.compile(r"(<!-- study: (?P<name>\w+) -->\n).*?(<!-- /study -->)", re.DOTALL)
+UNTESTABLE = "not testable"
+LEAST_SEEDS = 3
+LOWER, HIGHER = "lower", "higher"
+ROWS = (
+    "gla-unit", "ccq-gla", "gla-projected", "gla-projected-decay", "gla-projected-twice", "gated-deltanet",
+    "ccq-gated-deltanet", "gated-deltanet-projected-decay",
+)  # fmt: skip
+# (claim, measure, row, what it is compared with), in the order of the page; "best": the read that tier 1 finds for GLA
+CLAIMS = (
+    ("S1", "perplexity", "ccq-gla", "gla-unit"),
+    ("S2", "perplexity", "gla-projected-decay", "gla-unit"),
+    ("S3", "perplexity", "gla-projected-decay", "ccq-gla"),
+    ("S4", "perplexity", "gla-projected", "gla-unit"),
+    ("S5", "perplexity", "gla-projected-decay", "gla-projected"),
+    ("S6", "perplexity", "gla-projected-twice", "gla-projected-decay"),
+    ("S7", "perplexity", "ccq-gated-deltanet", "gated-deltanet"),
+    ("S8", "perplexity", "gated-deltanet-projected-decay", "gated-deltanet"),
+    ("S9", "needles", "gla-projected-decay", "gla-unit"),
+    ("S10", "needles", "gated-deltanet-projected-decay", "gated-deltanet"),
+    ("S11", "perplexity", "best", "gla-other-head"),
+    ("S12", "perplexity", "best", "ccq-gla-free-scale"),
+)
+BETTER = {"perplexity": LOWER, "needles": HIGHER}
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+
+    def read(self, name: str) -> dict:
+        return json.loads(read_text(self.path / name))
+
+    @cached_property
+    def config(self) -> dict:
+        return self.read("config.json")
+
+    @cached_property
+    def identity(self) -> Identity:
+        return Identity(**self.config["identity"])
+
+    @cached_property
+    def log(self) -> list[dict]:
+        return [json.loads(line) for line in read_text(self.path / "log.jsonl").splitlines()]
+
+    @property
+    def commit(self) -> str:
+        return self.read("provenance.json")[0]["commit"][:7]
+
+    def perplexity(self, step: int | None = None) -> float:
+        """On the validation text: after the last step, or after `step`."""
+        found = {row["step"]: row["valid_perplexity"] for row in self.log if "valid_perplexity" in row}
+        return found[max(found) if step is None else step]
+
+    def scores(self, suite: str) -> dict[str, float] | None:
+        path = self.path / "eval" / f"{suite}.json"
+        return (
+            {name: s["value"] for name, s in self.read(f"eval/{suite}.json")["scores"].items()}
+            if path.exists()
+            else None
+        )
+
+    @property
+    def needles(self) -> float | None:
+        """Per cent right, the mean of the twelve settings."""
+        scores = self.scores("niah")
+        return None if scores is None else sum(scores.values()) / len(scores)
+
+    def held_out(self, length: int) -> float | None:
+        """Perplexity on windows of this length, the geometric mean of the corpora."""
+        scores = self.scores("length")
+        found = [math.log(x) for name, x in (scores or {}).items() if re.fullmatch(rf"\w+/{length}", name)]
+        return math.exp(sum(found) / len(found)) if found else None
+
+    @property
+    def angle(self) -> float | None:
+        """Degrees between q and q_clean at the end of training, the mean of the layers."""
+        found = [row["angle"] for row in self.log if row.get("angle")]
+        return sum(found[-1]) / len(found[-1]) if found else None
+
+
+def runs() -> list[Run]:
+    """All that count and are kept, in the order of the rows."""
+    found = [Run(path) for path in RUNS.glob("*-seed*")]
+    place = {name: at for at, name in enumerate(ROWS)}
+    order = [
+        (place.get(r.identity.system, len(ROWS)), r.identity.system, r.identity.seed, r.identity.repeat) for r in found
+    ]
+    return [run for _, run in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+
+
+def by_seed(found: list[Run], system: str, measure: str) -> dict[int, float]:
+    """First runs alone: a repeat is shown, not counted."""
+    mine = [run for run in found if run.identity.system == system and not run.identity.repeat]
+    values = {run.identity.seed: run.perplexity() if measure == "perplexity" else run.needles for run in mine}
+    return {seed: value for seed, value in sorted(values.items()) if value is not None}
+
+
+def best_read(found: list[Run]) -> str:
+    """Of GLA's reads in tier 1 that have all three seeds: the lowest mean perplexity over seeds 0, 1 and 2."""
+    reads = {row: by_seed(found, row, "perplexity") for row in ROWS if "gla" in row and row != "gla-unit"}
+    means = {row: sum(x[s] for s in range(3)) / 3 for row, x in reads.items() if {0, 1, 2} <= x.keys()}
+    return min(means, key=means.__getitem__, default="")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    name: str
+    differences: dict[int, float]
+    interval: tuple[float, float] | None
+    p: float | None
+    verdict: str
+
+
+def judge(found: list[Run]) -> list[Verdict]:
+    """The claims by the rules of the page; a claim with fewer than three seeds is tested by none."""
+    drafts = []
+    for name, measure, row, control in CLAIMS:
+        one, two = (by_seed(found, best_read(found) if x == "best" else x, measure) for x in (row, control))
+        differences = {seed: one[seed] - two[seed] for seed in one if seed in two}
+        values, better = list(differences.values()), BETTER[measure]
+        bounds = p = None
+        verdict = FEW if values else NOT_RUN
+        shared = [x[seed] for x in (one, two) for seed in differences]
+        if len(values) >= LEAST_SEEDS:
+            middle, half = sum(values) / len(values), student(len(values) - 1) * error_of_mean(values)
+            bounds = (middle - half, middle + half)
+            gain = -bounds[0] if better == LOWER else bounds[1]  # the largest that the interval allows
+            if better == HIGHER and nothing_or_all(shared):
+                verdict = UNTESTABLE
+            else:
+                p = chance(values)
+                verdict = FAILS if gain < LEAST[better] else FEW
+        drafts.append((name, differences, bounds, p, verdict, better))
+    tested = [draft for draft in drafts if draft[3] is not None]
+    survive = dict(zip((draft[0] for draft in tested), holm([draft[3] for draft in tested]), strict=True))
+    found_verdicts = []
+    for name, differences, bounds, p, verdict, better in drafts:
+        right_way = bounds is not None and (bounds[1] < 0 if better == LOWER else bounds[0] > 0)
+        found_verdicts.append(
+            Verdict(name, differences, bounds, p, HOLDS if survive.get(name) and right_way else verdict)
+        )
+    return found_verdicts
+
+
+def cell(value: float | None, digits: int, unit: str = "") -> str:
+    return "" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def runs_table(found: list[Run]) -> str:
+    rows = [
+        [
+            f"`{run.identity.system}`", f"{run.identity.seed}{' (repeat)' if run.identity.repeat else ''}", run.commit,
+            f"{run.config['optimizer']['lr']:g}", cell(run.perplexity(500), 1), cell(run.perplexity(), 2),
+            cell(run.held_out(4096), 2), cell(run.held_out(16384), 2), cell(run.needles, 1), cell(run.angle, 2, "°"),
+        ]
+        for run in found
+    ]  # fmt: skip
+    head = (
+        "| row | seed | commit | rate | after 500 steps | at the end | held out, 4K | held out, 16K | needles | angle |"
+    )
+    return table(head, rows)
+
+
+def claims_table(found: list[Run]) -> str:
+    rows = []
+    for v in judge(found):
+        each = ", ".join(f"{x:+.2f}" for x in v.differences.values()) or "-"
+        bounds = (
+            "-" if v.interval is None else f"{sum(v.interval) / 2:+.2f} [{v.interval[0]:+.2f}, {v.interval[1]:+.2f}]"
+        )
+        rows.append([v.name, each, bounds, "-" if v.p is None else f"{v.p:.2f}", v.verdict])
+    return table("| claim | row minus control, by seed | mean, 95% interval | p | verdict |", rows)
+
+
+def sweep_table() -> str:
+    """Validation perplexity after 25M tokens, by rate."""
+    rates = ("1e-3", "2e-3", "4e-3")
+    rows = []
+    for system in ROWS:
+        recipe = system.replace("-", "_")
+        tried = [RUNS / "sweep" / f"{recipe}-{rate}" for rate in rates]
+        if all(path.exists() for path in tried):
+            rows.append([f"`{system}`", Run(tried[0]).commit, *(cell(Run(path).perplexity(), 1) for path in tried)])
+    return table(f"| row | commit | {' | '.join(rates)} |", rows)
+
+
+def filled(text: str) -> str:
+    """The page with its tables made anew."""
+    found = runs()
+    tables = {"runs": runs_table(found), "claims": claims_table(found), "sweep": sweep_table()}
+    return PLACE.sub(lambda place: f"{place[1]}{tables[place['name']]}\n{place[3]}", text)
+
+
+if __name__ == "__main__":
+    page = filled(PAGE.read_text())
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page)
+    else:
+        print("\n\n".join(match[0] for match in PLACE.finditer(page)))
