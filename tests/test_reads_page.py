@@ -75,13 +75,7 @@ def trained(system, control, value):
 def layer(backbone, variant):
     where = {"T": 4096, "pass": "forward and backward", "backbone": backbone}
     control = {"variant": "unit" if backbone == "gla" else "fla"}
-    return ratio(
-        f"layer_{backbone}",
-        "graph_ms",
-        {"variant": variant},
-        {"variant": "unit" if backbone == "gla" else "fla"},
-        **where,
-    )
+    return ratio(f"layer_{backbone}", "graph_ms", {"variant": variant}, control, **where)
 
 
 def test_numbers_on_the_page_hold():
