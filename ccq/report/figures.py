@@ -12,17 +12,7 @@ import numpy as np
 
 from ccq.analysis.claims import text_of_gate
 from ccq.bench.tables import CLEANED, MEASURES
-from ccq.figures import (
-    BLUE,
-    GREY,
-    Draw,
-    Figure,
-    Panel,
-    legend_of,
-    line_of,
-    of_alignment,
-    of_gates,
-)
+from ccq.figures import BLUE, GREY, Draw, Figure, Lines, Panel, lines_of, of_alignment, of_gates
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
@@ -52,7 +42,7 @@ def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figu
     """All that there is anything to draw for, by name."""
     made = [perplexity(results), needles(results), recall(results), cost(found), extrapolation(results),
             training(found, results), *diagnostics(found, paper), gates(found, paper)]  # fmt: skip
-    return {figure.name: figure for figure in made if figure is not None}
+    return {figure.name: figure for figure in made if figure is not None and figure.panels}
 
 
 # -- one a question ----------------------------------------------------------------------------------------------------
@@ -60,8 +50,9 @@ def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figu
 
 def dots(axes: Any, points: Sequence[tuple[Identity, Estimate]], xlabel: str) -> None:
     """A row a system: its value, and the interval."""
+    lines = lines_of(row for row, _ in points)
     for y, (row, estimate) in enumerate(reversed(points)):
-        style = line_of(row) | {"ls": "", "ms": 6}
+        style = lines[row.label] | {"ls": "", "ms": 6}
         if bounds := estimate.over_seeds or estimate.over_samples:
             axes.plot(bounds, [y, y], color=style["color"], lw=2, alpha=0.5)
         axes.plot([estimate.value], [y], **style)
@@ -87,35 +78,33 @@ def height(results: Results, *suites: str) -> float:
     )
 
 
-def perplexity(results: Results) -> Figure | None:
+def perplexity(results: Results) -> Figure:
     panels = of_rows(results, VALID, "validation perplexity")
     caption = "At the end of training; lower is better. Bars: the 95% interval over seeds where there are three."
-    size = (4.2, height(results, "valid"))
-    return Figure("perplexity", "Perplexity", caption, panels, columns=2, size=size) if panels else None
+    return Figure("perplexity", "Perplexity", caption, panels, columns=2, size=(4.2, height(results, "valid")))
 
 
-def recall(results: Results) -> Figure | None:
+def recall(results: Results) -> Figure:
     """Of what `ccq sweep` trained, and of what `ccq eval` asked."""
     answered = "queries answered, %"
     panels = [*of_rows(results, RECALL, answered), *of_rows(results, "mqar:average", answered)]
     caption = f"Mean over the test slices; higher is better. Not in the paper. Bars: {BAND}"
-    size = (4.2, height(results, "recall", "mqar"))
-    return Figure("recall", "Recall (MQAR)", caption, panels, columns=2, size=size) if panels else None
+    return Figure("recall", "Recall (MQAR)", caption, panels, columns=2, size=(4.2, height(results, "recall", "mqar")))
 
 
-Lines = list[tuple[Identity, list[tuple[int, Estimate]]]]
+Curves = list[tuple[Identity, list[tuple[int, Estimate]]]]
 
 
-def draw_curves(lines: Lines, ylabel: str) -> Draw:
+def draw_curves(curves: Curves, lines: Lines, ylabel: str) -> Draw:
     def draw(axes: Any) -> None:
-        for row, points in lines:
-            style, lengths = line_of(row), [n for n, _ in points]
+        for row, points in curves:
+            style, lengths = lines[row.label], [n for n, _ in points]
             axes.plot(lengths, [e.value for _, e in points], **style)
             bands = [e.over_seeds or e.over_samples for _, e in points]
             if all(bands):
                 low, high = zip(*[band for band in bands if band], strict=True)
                 axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
-        ticks = sorted({n for _, points in lines for n, _ in points})
+        ticks = sorted({n for _, points in curves for n, _ in points})
         if ticks[-1] > 8 * ticks[0]:  # else the short lengths lie on each other
             axes.set_xscale("log", base=2)
             axes.minorticks_off()
@@ -126,54 +115,51 @@ def draw_curves(lines: Lines, ylabel: str) -> Draw:
     return draw
 
 
-def curves(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Lines:
+def curves_of(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Curves:
     return [(row, points) for row in rows if (points := results.curve(row, suite, pattern))]
 
 
 def by_length(
-    results: Results, suite: str, titles: dict[str, str], axis: str, lines: Callable[..., Lines] = curves
-) -> list[Panel]:
-    """A panel for each task of a suite that was run, and each size of model."""
-    panels = []
-    sizes = by_size(results.rows(suite))
-    for size, rows in sizes.items():
+    results: Results, suite: str, titles: dict[str, str], axis: str, curves: Callable[..., Curves] = curves_of
+) -> tuple[list[Panel], Lines]:
+    """A panel for each task of a suite that was run, and each size of model; and the lines of all."""
+    panels, rows = [], results.rows(suite)
+    lines, sizes = lines_of(rows), by_size(rows)
+    for size, mine in sizes.items():
         for task, title in titles.items():
-            if found := lines(results, rows, suite, f"{task}/{{}}"):
+            if found := curves(results, mine, suite, f"{task}/{{}}"):
                 told = f"{title}, {scale_label(size)}" if len(sizes) > 1 else title
-                panels.append(Panel(told, draw_curves(found, axis)))
-    return panels
+                panels.append(Panel(told, draw_curves(found, lines, axis)))
+    return panels, lines
 
 
-def needles(results: Results) -> Figure | None:
-    panels = by_length(results, "niah", NEEDLES, "found, %")
-    legend, caption = legend_of(results.rows("niah")), f"Higher is better. Bands: {BAND}"
-    return Figure("needles", "Needles found, by length", caption, panels, legend) if panels else None
+def needles(results: Results) -> Figure:
+    caption = f"Higher is better. Bands: {BAND}"
+    return Figure("needles", "Needles found, by length", caption, *by_length(results, "niah", NEEDLES, "found, %"))
 
 
-def extrapolation(results: Results) -> Figure | None:
+def extrapolation(results: Results) -> Figure:
     drawn = []
 
-    def same_text(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Lines:
+    def same_text(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Curves:
         """The sweep; but where windows were left out of it, each length reads other text: there the same tokens."""
-        found = curves(results, rows, suite, pattern)
+        found = curves_of(results, rows, suite, pattern)
         if any(s.content.get("quick_look") for _, points in found for _, estimate in points for s in estimate.sources):
-            same = curves(results, rows, suite, pattern.replace("/{}", "/same/{}"))
+            same = curves_of(results, rows, suite, pattern.replace("/{}", "/same/{}"))
             if [row for row, _ in same] == [row for row, _ in found] and all(len(points) > 1 for _, points in same):
                 drawn.append(pattern)
                 return same
         return found
 
-    panels = by_length(results, "length", CORPORA, "perplexity", same_text)
-    if not panels:
-        return None
+    panels, lines = by_length(results, "length", CORPORA, "perplexity", same_text)
     how = "The sweep of the paper's Figures 3 and 4; their values are not printed."
     if drawn:
         how += (
             " Where a model read only the first windows of each length, which is more text the longer they are: the "
             "same 2,048 tokens at every length, the last of each of the longest windows, given what stands before them."
         )
-    caption, legend = f"Lower is better. {how} Bands: {BAND}", legend_of(results.rows("length"))
-    return Figure("extrapolation", "Perplexity past the training length", caption, panels, legend)
+    caption = f"Lower is better. {how} Bands: {BAND}"
+    return Figure("extrapolation", "Perplexity past the training length", caption, panels, lines)
 
 
 def cost(found: Collection) -> Figure | None:
@@ -248,7 +234,7 @@ def course(source: Source) -> dict[str, tuple[list, list]]:
 COURSES = {"valid_accuracy": "queries answered, %", "valid_perplexity": "validation perplexity", "loss": "loss"}
 
 
-def training(found: Collection, results: Results) -> Figure | None:
+def training(found: Collection, results: Results) -> Figure:
     """A line a row: the mean over its runs."""
     from ccq.report.tables import trained
 
@@ -259,30 +245,25 @@ def training(found: Collection, results: Results) -> Figure | None:
         estimate = results.estimate(row, RECALL)
         rows[row] = estimate.sources if estimate else []
     courses = {row: [course(source) for source in sources] for row, sources in rows.items()}
-    panels = []
+    panels, lines = [], lines_of(row for row in rows if courses[row])
     for size, mine in by_size(list(rows)).items():
         having = {name: [row for row in mine if any(name in c for c in courses[row])] for name in (*COURSES, "lam")}
         shown = [name for name in ("valid_accuracy", "valid_perplexity") if having[name]] or ["loss"]
         for name in [*shown, "lam"]:
             if having[name]:
                 title = f"{'the gate' if name == 'lam' else COURSES[name]}, {scale_label(size)}"
-                panels.append(Panel(title, draw_course({row: courses[row] for row in having[name]}, name)))
+                panels.append(Panel(title, draw_course({row.label: courses[row] for row in having[name]}, lines, name)))
     caption = (
         "Mean over seeds, at the rate chosen. The gate: mean lam over layers. Dotted: where weight decay of its bias "
         "alone, without any gradient, would carry it; a gate that follows it has not learned to open."
     )
-    drawn = [row for row in rows if courses[row]]
-    return (
-        Figure("training", "Training", caption, panels, legend_of(drawn), columns=2, size=(4.0, 2.9))
-        if panels
-        else None
-    )
+    return Figure("training", "Training", caption, panels, lines, columns=2, size=(4.0, 2.9))
 
 
-def draw_course(courses: dict[Identity, list[dict]], name: str) -> Draw:
+def draw_course(courses: dict[str, list[dict]], lines: Lines, name: str) -> Draw:
     def draw(axes: Any) -> None:
-        for row, runs in courses.items():
-            style = line_of(row) | {"ms": 3, "lw": 1.3}
+        for label, runs in courses.items():
+            style = lines[label] | {"ms": 3, "lw": 1.3}
             for what, look in ((name, style), ("alone", {"color": style["color"], "ls": ":", "lw": 1.1})):
                 having = [run[what] for run in runs if what in run]
                 if having and (what == name or name == "lam"):

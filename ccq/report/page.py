@@ -15,7 +15,7 @@ import jinja2
 
 import ccq
 from ccq.bench.tables import goals_table
-from ccq.figures import Figure, inline, sample, svg
+from ccq.figures import Figure, sample, svg
 from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
@@ -111,7 +111,7 @@ def markdown_words(text: str, short: bool = False) -> str:
 def drawn(figure: Figure) -> str:
     """The panels inside the page."""
     return "".join(
-        inline(svg(panel, figure.size), f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
+        svg(panel, figure.size, f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
         for at, panel in enumerate(figure.panels)
     )
 
