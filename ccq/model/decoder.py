@@ -52,32 +52,25 @@ class Block(GradientCheckpointingLayer):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
+        self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         y, state = self.mixer(self.mixer_norm(x), seqs, state, output_state)
-        return self.rest(x, y), state
+        x, y = self.rest(x, y)
+        return x + y, state
 
     def step(
         self, x: Float[Tensor, "B D"], y: Float[Tensor, "B D"] | None, state: LayerState, positions: Int[Tensor, " B"]
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
         """As `forward` for one token of x + y; x and y of the next block, so that its norm can add them."""
         x, h = (x, self.mixer_norm(x)) if y is None else add_norm(x, y, self.mixer_norm)
-        y = self.mixer.step(h, state, positions)
+        return self.rest(x, self.mixer.step(h, state, positions))
+
+    def rest(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows the y of the mixer; x and y, not added yet."""
         if not hasattr(self, "mlp"):
             return x, y
-        x, h = add_norm(x, y, self.mlp_norm)
-        return x, self.mlp(h)
-
-    def rest(self, x: Tensor, y: Tensor) -> Tensor:
-        """What follows the y of the mixer."""
-        if not hasattr(self, "mlp"):
-            return x + y
         x, y = add_norm(x, y, self.mlp_norm)
-        return x + self.mlp(y)
+        return x, self.mlp(y)
 
 
 class CCQPreTrainedModel(PreTrainedModel):
@@ -92,16 +85,9 @@ class CCQPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # the cache cannot be cropped: transformers then refuses assisted decoding
     # what the mixers keep in fp32 by themselves, once they have it
     _keep_in_fp32_modules_strict = [
-        "gate_weight",
-        "gate_bias",
-        "lam_scale",
-        "lambda_params",
-        "current_key",
-        "decay_logit",
-        "A_log",
-        "dt_bias",
+        "gate_weight", "gate_bias", "lam_scale", "lambda_params", "current_key", "decay_logit", "A_log", "dt_bias",
         "mixer.D",
-    ]
+    ]  # fmt: skip
 
     def __init__(self, config: CCQConfig) -> None:
         config.check()  # values may have been assigned since it was made
@@ -110,6 +96,9 @@ class CCQPreTrainedModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Nothing: the config says where our classes are, and `save_pretrained` must not copy the files of ccq."""
+
+    def output(self, result: ModelOutput, return_dict: bool | None) -> Any:
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers does not come here with a module whose weights were loaded, and guards nn.init for the rest
@@ -198,7 +187,7 @@ class CCQModel(CCQPreTrainedModel):
             cache.make_room([layer.mixer for layer in self.blocks()])
             hidden = self.step(x[:, 0], cache.states, cache.rows)[:, None]
             cache.seen += 1
-            return self.output(hidden, cache, None, return_dict)
+            return self.output(BaseModelOutputWithPast(hidden, cache), return_dict)  # type: ignore[arg-type]
 
         layout = arrange(x, attention_mask, cu_seqlens, cache)
         x = layout.pack(x)
@@ -217,7 +206,8 @@ class CCQModel(CCQPreTrainedModel):
         hidden_states.append(hidden)
         if cache is not None:
             cache.follow(new_states, layout.lengths, layout.columns)
-        return self.output(hidden, cache, tuple(hidden_states) if output_hidden_states else None, return_dict)
+        told: Any = (hidden, cache, tuple(hidden_states) if output_hidden_states else None)
+        return self.output(BaseModelOutputWithPast(*told), return_dict)
 
     def blocks(self) -> list[Block]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -269,13 +259,6 @@ class CCQModel(CCQPreTrainedModel):
             raise TypeError(f"past_key_values: expected a CCQCache, got {type(cache).__name__}")
         cache.check_kinds([layer.mixer.state_kinds for layer in self.blocks()])
         return cache
-
-    def output(
-        self, hidden: Tensor, cache: CCQCache | None, hidden_states: tuple | None, return_dict: bool | None
-    ) -> Any:
-        fields: dict = {"last_hidden_state": hidden, "past_key_values": cache, "hidden_states": hidden_states}
-        out = BaseModelOutputWithPast(**fields)
-        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
 
 class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
@@ -348,21 +331,12 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             use_cache = False
         logits = None
         if graph_length and not scoring and not output_hidden_states and cu_seqlens is None:
-            logits = self.decode_by_graph(input_ids, attention_mask, past_key_values, graph_length)
+            logits = self.decoding.step(self, input_ids, attention_mask, past_key_values, graph_length)
         if logits is not None:
             return self.output(CausalLMOutput(logits=logits.clone(), past_key_values=past_key_values), return_dict)
 
-        out = self.model(
-            input_ids,
-            attention_mask,
-            past_key_values,
-            inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            cu_seqlens=cu_seqlens,
-            return_dict=True,
-            output_attentions=output_attentions,
-        )
+        out = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+                         cu_seqlens, True, output_attentions)  # fmt: skip
         hidden = out.last_hidden_state
         loss = scored = None
         if scoring:
@@ -378,9 +352,6 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             logits = self.lm_head(hidden[:, kept])
         result = CausalLMOutput(loss, logits, out.past_key_values, out.hidden_states, scored)
         return self.output(result, return_dict)
-
-    def output(self, result: CausalLMOutput, return_dict: bool | None) -> Any:
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def cross_entropy(
         self, hidden: Float[Tensor, "M D"], targets: Int[Tensor, " M"]
@@ -408,13 +379,11 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         if given.shape != shape:
             raise ValueError(f"{name}: expected shape {tuple(shape)}, that of the tokens, got {tuple(given.shape)}")
         mask = None if attention_mask is None else attention_mask[:, -shape[1] :] == 0
+        given = given if mask is None else given.masked_fill(mask, IGNORE)
         if labels is None:
-            return given if mask is None else given.masked_fill(mask, IGNORE)
-        if mask is not None:
-            labels = labels.masked_fill(mask, IGNORE)
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-        if mask is not None:
-            targets = targets.masked_fill(mask, IGNORE)
+            return given
+        targets = F.pad(given[:, 1:], (0, 1), value=IGNORE)
+        targets = targets if mask is None else targets.masked_fill(mask, IGNORE)
         if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
             last = cu_seqlens[1:].to(targets.device) - 1
             targets[:, last[last >= 0]] = IGNORE
@@ -425,15 +394,6 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     ) -> Float[Tensor, "B V"]:
         """The whole of a decode step, from tokens to logits, on fixed memory: what a CUDA graph captures."""
         return self.lm_head(self.model.step(self.model.embed_tokens(tokens), states, lengths))
-
-    def decode_by_graph(
-        self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int
-    ) -> Float[Tensor, "B 1 V"] | None:
-        """The logits of a decode step that a graph takes, in its memory until the next one; None for any other call."""
-        if ids is None or not isinstance(cache, CCQCache) or not decodes(ids, mask, None, cache):
-            return None
-        logits = self.decoding.step(self, ids[:, 0], cache, graph_length)
-        return None if logits is None else logits[:, None]
 
     # What `generate` of transformers calls.
 
@@ -454,13 +414,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
                 "attention_mask: expected every prompt to end in the last column: pad on the left, and leave none empty"
             )
         kwargs.pop("tokenizer", None)  # for stop_strings and token healing; transformers leaves it among the model's
-        return super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        kwargs["is_first_iteration"] = is_first_iteration
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict) -> None:
         """None: the model counts them."""

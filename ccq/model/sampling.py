@@ -83,7 +83,7 @@ def sample(
 
 def step(model: CCQForCausalLM, tokens: Int[Tensor, " B"], cache: CCQCache, graph_length: int) -> Float[Tensor, "B V"]:
     """The logits after `tokens`, in memory that the next step may write over."""
-    logits = model.decode_by_graph(tokens[:, None], None, cache, graph_length)
+    logits = model.decoding.step(model, tokens[:, None], None, cache, graph_length)
     if logits is None:  # another thread has the graph, or it cannot be captured
         logits = model(tokens[:, None], past_key_values=cache, return_dict=True).logits
     return logits[:, -1]

@@ -29,7 +29,7 @@ from ccq.report.results import (
     seed_interval,
     settings_like,
 )
-from ccq.report.table import change, plural, scale_label, signed
+from ccq.report.table import change, plural, scale_label, signed, trained_as
 from ccq.systems import SIZES, SYSTEMS, Identity
 
 HOLDS, FAILS, FEW, UNTESTABLE, NOT_RUN = "supported", "not supported", "undecided", "not testable here", "not run"
@@ -138,10 +138,7 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
         return Verdict(UNTESTABLE, limit + chosen.quick, str(chosen), chosen.sources)
     if claim.get("every"):
         return every(chosen, better)
-    verdict, detail = decide(chosen.differences, better, LEAST[better])
-    p = chance(chosen.differences) if len(chosen.differences) >= SEEDS else None
-    needs = needed(chosen.differences, better, LEAST[better])
-    return Verdict(verdict, detail + chosen.quick, str(chosen), chosen.sources, chance=p, needs=needs)
+    return tested(chosen, [chosen.differences], better, *decide(chosen.differences, better, LEAST[better]), str(chosen))
 
 
 def every(chosen: Pairing, better: str) -> Verdict:
@@ -158,12 +155,17 @@ def every(chosen: Pairing, better: str) -> Verdict:
     else:
         verdict = FAILS if counts[FAILS] else HOLDS if counts[HOLDS] == len(pairs) else FEW
     detail = f"one by one: {', '.join(f'{v} on {counts[v]}' for v in (HOLDS, FAILS, FEW) if counts[v])}"
-    # all must be told from zero, so the weakest counts
+    return tested(chosen, pairs, better, verdict, detail, ours)
+
+
+def tested(
+    chosen: Pairing, pairs: Sequence[Sequence[float]], better: str, verdict: str, detail: str, ours: str
+) -> Verdict:
+    """With p, and the seeds that it needs: all pairs must be told from zero, so the weakest counts."""
     p = max(map(chance, pairs)) if min(map(len, pairs)) >= SEEDS else None
     needs = [needed(differences, better, LEAST[better]) for differences in pairs]
-    return Verdict(
-        verdict, detail + chosen.quick, ours, chosen.sources, chance=p, needs=max(needs) if all(needs) else 0
-    )
+    told = detail + chosen.quick
+    return Verdict(verdict, told, ours, chosen.sources, chance=p, needs=max(needs) if all(needs) else 0)
 
 
 def within(bounds: list[Interval | None]) -> str:
@@ -185,7 +187,7 @@ class Pairing:
     """Two rows of one size in some scores: the difference of each seed that both have, a mean over the scores."""
 
     def __init__(self, results: Results, row: Identity, control: Identity, where: list[str]) -> None:
-        self.row, self.where = row, where
+        self.row, self.where, self.where_trained = row, where, trained_as(row)
         both = {place: (results.estimate(row, place), results.estimate(control, place)) for place in where}
         self.estimates = {place: (one, two) for place, (one, two) in both.items() if one and two}
         self.known = {place: found for place, pair in self.estimates.items() if (found := seed_differences(*pair))}
@@ -193,10 +195,6 @@ class Pairing:
         tables = list(self.known.values())
         self.seeds = [seed for seed in tables[0] if all(seed in table for table in tables)] if tables else []
         self.differences = [mean(table[seed] for table in tables) for seed in self.seeds]
-
-    @property
-    def where_trained(self) -> str:
-        return ", ".join(filter(None, (scale_label(self.row.size) or "unknown size", self.row.variant)))
 
     @property
     def tokens(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from ccq.analysis.claims import text_of_gate
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.figures import BLUE, GREY, Draw, Figure, Lines, Panel, lines_of, of_alignment, of_gates
+from ccq.names import grouped
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
@@ -298,10 +299,8 @@ def gates(found: Collection, paper: Paper) -> Figure | None:
     sources = once(s for s in found.of("analysis", "gate") if "lam" in s.content)
     if not sources:
         return None
-    rows: dict[tuple, list[Source]] = {}  # runs that differ in the seed alone
-    for source in sources:
-        alone = source.path if source.seed is None else None  # two of one name need not be one model
-        rows.setdefault((source.subject, tuple(source.content["layers"]), alone), []).append(source)
+    # runs that differ in the seed alone; without a seed, two of one name need not be one model
+    rows = grouped(sources, lambda s: (s.subject, tuple(s.content["layers"]), s.path if s.seed is None else None))
     groups = []
     for seeds in rows.values():
         count = len({source.seed for source in seeds})

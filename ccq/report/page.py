@@ -44,15 +44,9 @@ SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_R
 class Page:
     """All that the templates show; `names` of tables can be asked for by Markdown files (docs.py)."""
 
+    tables: dict[str, Table]
+    figures: dict[str, Figure]
     context: dict[str, Any]
-
-    @property
-    def tables(self) -> dict[str, Table]:
-        return self.context["tables"]
-
-    @property
-    def figures(self) -> dict[str, Figure]:
-        return self.context["figures"]
 
     @functools.cached_property
     def html(self) -> str:
@@ -64,17 +58,14 @@ class Page:
         return text if whole else text.rstrip("\n")
 
     def _render(self, form: str, whole: bool = True) -> str:
-        return environment().get_template("page.j2").render(**self.context, form=form, whole=whole)
+        shown = self.context | {"tables": self.tables, "figures": self.figures}
+        return environment().get_template("page.j2").render(**shown, form=form, whole=whole)
 
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("ccq.report"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    made = jinja2.Environment(loader=jinja2.PackageLoader("ccq.report"), trim_blocks=True, lstrip_blocks=True,
+                              undefined=jinja2.StrictUndefined)  # fmt: skip
     made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
                      "contents": contents}  # fmt: skip
     made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT, "what": WHAT,
@@ -163,10 +154,9 @@ def assemble(found: Collection) -> Page:
     told = [f"{fact.what}: {fact} ({fact.where})" for name, fact in paper.facts.items()
             if name.startswith(("gap", "lam", "off"))]  # fmt: skip
     questions = ("perplexity" if "perplexity" in pictures else "extrapolation", "needles", "recall", "overhead")
-    return Page({
+    shown = Names({table.name: trimmed(table) for table in made if table is not None})
+    return Page(shown, Names(pictures), {
         "nothing": not found.sources,
-        "tables": Names({table.name: trimmed(table) for table in made if table is not None}),
-        "figures": Names(pictures),
         "first": [pictures[name] for name in questions if name in pictures],
         "help": did_it_help(verdicts),
         "run": what_was_run(found),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ccq.report.collect import Source
+    from ccq.systems import Identity
 
 SMALL = "Small print"  # how a note begins that explains what stands below numbers
 
@@ -143,6 +144,11 @@ def scale_label(scale: str) -> str:
     ('500M', 'nano')
     """
     return scale.upper() if scale[:1].isdigit() else scale
+
+
+def trained_as(row: Identity) -> str:
+    """Size and variant."""
+    return ", ".join(filter(None, (scale_label(row.size) or "unknown size", row.variant)))
 
 
 def seeds_label(seeds: Sequence[int | None]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
+from ccq.names import grouped
 from ccq.report.claims import LEAST, MOST, NOT_RUN, Verdict
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Column, Paper, leader
@@ -42,24 +43,16 @@ SMALL_PRINT = (
 def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
     if estimate is None:
         return EMPTY
-    parts = []
-    seeds, samples, runs = estimate.over_seeds, estimate.over_samples, len(estimate.values)
-    if seeds is not None:
-        parts.append(f"95% over {len(estimate.by_seed)} seeds: {number(seeds[0])} to {number(seeds[1])}")
-    elif runs > 1:
-        parts.append(f"mean of {runs} runs")
-    if samples is not None:
-        what = "95% over samples" if runs == 1 else "95% over samples, mean of the runs' bounds"
-        parts.append(f"{what}: {number(samples[0])} to {number(samples[1])}")
-    both = [
-        (name, f"{number(b[0], like)}–{number(b[1], like)}")
-        for name, b in (("seeds", seeds), ("samples", samples))
-        if b
-    ]
-    told = [*parts, *(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
+    runs, over = len(estimate.values), {"seeds": estimate.over_seeds, "samples": estimate.over_samples}
+    what = {"seeds": f"95% over {len(estimate.by_seed)} seeds",
+            "samples": "95% over samples" + (", mean of the runs' bounds" if runs > 1 else "")}  # fmt: skip
+    told = [f"mean of {runs} runs"] if runs > 1 and over["seeds"] is None else []
+    told += [f"{what[name]}: {number(b[0])} to {number(b[1])}" for name, b in over.items() if b]
+    told += [*(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
+    spans = {name: f"{number(b[0], like)}–{number(b[1], like)}" for name, b in over.items() if b}
+    named = ", ".join(f"{name} {span}" for name, span in spans.items())
     text = number(estimate.value, like) + ("†" if estimate.notes else "")
-    small = both[0][1] if both else ""
-    return Cell(text, small, "\n".join(told), kind="ours", named=", ".join(f"{name} {b}" for name, b in both))
+    return Cell(text, next(iter(spans.values()), ""), "\n".join(told), kind="ours", named=named)
 
 
 def score_rows(
@@ -138,17 +131,15 @@ def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list
     rows = table.of(scale)
     made = {system: Row(Cell(SYSTEMS[system].label), [], "paper") for system in rows}
     for column in columns:
-        at = table.columns.index(column) if column in table.columns else None
-        top = (
-            None
-            if at is None
-            else leader({s: cells[at].value for s, cells in rows.items() if table.counts(s)}, column.better)
-        )
-        for system, cells in rows.items():
+        shown = {
+            system: cells[table.columns.index(column)] for system, cells in rows.items() if column in table.columns
+        }
+        top = leader({system: cell.value for system, cell in shown.items() if table.counts(system)}, column.better)
+        for system, row in made.items():
             told = NOT_IN_PAPER
-            if at is not None:
-                told = Cell(cells[at].shown, bold=system == top, kind="paper", hover=f"{table.label} of the paper")
-            made[system].cells.append(told)
+            if cell := shown.get(system):
+                told = Cell(cell.shown, bold=system == top, kind="paper", hover=f"{table.label} of the paper")
+            row.cells.append(told)
     return list(made.values())
 
 
@@ -157,9 +148,8 @@ def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list
 
 def trained(found: Collection) -> dict[tuple[Identity, int, float], list[Source]]:
     """Runs by row, steps and rate; of each row the longest: shorter ones are those of a sweep over rates."""
-    groups: dict[tuple[Identity, int, float], list[Source]] = {}
-    for run in sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0)):
-        groups.setdefault((row_of(run.identity), int(run.content["steps"]), run.rate or 0.0), []).append(run)
+    runs = sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0))
+    groups = grouped(runs, lambda run: (row_of(run.identity), int(run.content["steps"]), run.rate or 0.0))
     most = {row: max(steps for other, steps, _ in groups if other == row) for row, _, _ in groups}
     return {key: runs for key, runs in groups.items() if key[1] == most[key[0]]}
 
@@ -202,9 +192,8 @@ def models_table(paper: Paper, found: Collection, results: Results) -> Table:
         "below a rate: validation perplexity at each rate that was tried, in shorter runs with a seed that counts "
         "nowhere else.",
     ]
-    made = [Block(title, rows) for title, rows in blocks.items()] + (
-        [] if found.of("run") else not_run(["all systems"])
-    )
+    made = [Block(title, rows) for title, rows in blocks.items()]
+    made += [] if found.of("run") else not_run(["all systems"])
     return Table("models", f"{table.title} ({table.label}), and how each was trained", head, made, notes)
 
 
@@ -258,14 +247,11 @@ def repeats_table(results: Results) -> Table | None:
 
 
 def spread_rows(values: dict[str, list[float]]) -> list[Row]:
-    rows = []
-    for name, known in list(values.items())[:SHOWN]:
-        shown = Cell(", ".join(f"{x:.2f}" for x in known), kind="ours")
-        rows.append(Row(Cell(name), [shown, Cell(f"{known[-1] - known[0]:.2g}", kind="ours")]))
+    told = [(name, ", ".join(f"{x:.2f}" for x in known), f"{known[-1] - known[0]:.2g}")
+            for name, known in list(values.items())[:SHOWN]]  # fmt: skip
     if more := [known[-1] - known[0] for known in list(values.values())[SHOWN:]]:
-        most = Cell(f"at most {max(more):.2g}", kind="ours")
-        rows.append(Row(Cell(f"{len(more)} more"), [Cell("", kind="ours"), most]))
-    return rows
+        told.append((f"{len(more)} more", "", f"at most {max(more):.2g}"))
+    return [Row(Cell(name), [Cell(shown, kind="ours"), Cell(spread, kind="ours")]) for name, shown, spread in told]
 
 
 def title_of(size: str) -> str:
@@ -276,21 +262,13 @@ def title_of(size: str) -> str:
 
 
 def claims_table(verdicts: list[Verdict]) -> Table:
-    def row(verdict: Verdict, says: str) -> Row:
-        hover = "\n".join(source.told for source in verdict.sources)
-        ours = f"{verdict.ours} {marks(verdict.sources)}".strip()
-        cells = [
-            Cell(verdict.paper, kind="paper"),
-            Cell(ours, hover=hover, kind="ours"),
-            Cell(verdict.named, verdict.why, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
-        ]
-        return Row(Cell(says), cells)
-
-    tried = [v for v in verdicts if v.verdict != NOT_RUN]
-    left = [v for v in verdicts if v.verdict == NOT_RUN]
-    blocks = [Block("", [row(v, v.says) for v in tried])] if tried else []
-    if left:
-        blocks.append(Block("Not run", [row(v, v.says) for v in left], folded=True))
+    rows: dict[bool, list[Row]] = {False: [], True: []}  # those that were not run last
+    for v in verdicts:
+        told = "\n".join(source.told for source in v.sources)
+        ours = Cell(f"{v.ours} {marks(v.sources)}".strip(), hover=told, kind="ours")
+        verdict = Cell(v.named, v.why, kind=f"verdict {v.verdict.replace(' ', '-')}")
+        rows[v.verdict == NOT_RUN].append(Row(Cell(v.says), [Cell(v.paper, kind="paper"), ours, verdict]))
+    blocks = [Block("Not run" if left else "", mine, folded=left) for left, mine in rows.items() if mine]
     notes = [
         "Claims about scores are judged on paired differences, seed by seed: **supported** where their 95% interval "
         "over seeds (Student's t, three seeds or more) lies on the claimed side; **not supported** where it leaves out "
@@ -325,13 +303,8 @@ def source_table(found: Collection) -> Table:
         model = f"{source.identity.label}{seeds_label([source.seed])}"
         versions = source.origin.get("versions") or {}
         packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("ccq", "torch", "triton", "fla-core"))
-        cells = [
-            Cell(what, model),
-            Cell(source.name, f"`{source.commands}`" if source.commands else ""),
-            Cell(source.commit, packages),
-            Cell(source.hardware),
-            Cell(source.date),
-        ]
+        file = Cell(source.name, f"`{source.commands}`" if source.commands else "")
+        cells = [Cell(what, model), file, Cell(source.commit, packages), Cell(source.hardware), Cell(source.date)]
         rows.append(Row(Cell(f"{source.number}"), cells))
     notes = []
     if any(source.metrics_only for source in found.sources):
