@@ -35,7 +35,7 @@ FAMILIES = {"gla": BLUE, "gated-deltanet": RED, "mamba2": PURPLE, "transformer":
 # of rows of a family in turn: its colour itself, nearer to the ink, nearer to the page; and what they are on the page
 MIXED = ((1.0, "ink", 0.0), (0.5, "ink", 0.0), (0.62, "page", 1.0))
 TONES = {
-    colour: [to_hex([share * x + (1 - share) * other for x in to_rgb(colour)]) for share, _, other in MIXED]
+    colour: [to_hex(tuple(share * x + (1 - share) * other for x in to_rgb(colour))) for share, _, other in MIXED]  # type: ignore[arg-type]
     for colour in NAMES
 }
 ON_PAGE = {
