@@ -367,9 +367,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         self,
         labels: Tensor | None,
         targets: Tensor | None,
-        attention_mask: Tensor | None,
+        mask: Tensor | None,
         cu_seqlens: Tensor | None,
-        shape: torch.Size,
+        shape: tuple,
     ) -> Int[Tensor, "B T"]:
         """The token that each position should predict; -100 at padding, before it, and at the end of a sequence."""
         if labels is not None and targets is not None:
@@ -378,12 +378,12 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         assert given is not None
         if given.shape != shape:
             raise ValueError(f"{name}: expected shape {tuple(shape)}, that of the tokens, got {tuple(given.shape)}")
-        mask = None if attention_mask is None else attention_mask[:, -shape[1] :] == 0
-        given = given if mask is None else given.masked_fill(mask, IGNORE)
+        padding = None if mask is None else mask[:, -shape[1] :] == 0
+        given = given if padding is None else given.masked_fill(padding, IGNORE)
         if labels is None:
             return given
         targets = F.pad(given[:, 1:], (0, 1), value=IGNORE)
-        targets = targets if mask is None else targets.masked_fill(mask, IGNORE)
+        targets = targets if padding is None else targets.masked_fill(padding, IGNORE)
         if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
             last = cu_seqlens[1:].to(targets.device) - 1
             targets[:, last[last >= 0]] = IGNORE
@@ -429,14 +429,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
 
     def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **arguments: Any,
+        self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **arguments: Any
     ) -> Any:
         """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""
         arguments.pop("tokenizer", None)
@@ -446,8 +439,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             arguments["graph_length"] = generation_config.max_length
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
         try:
-            if sampling.applies(self, generation_config, synced_gpus, arguments):
-                return sampling.sample(self, *given, streamer=streamer, **arguments)
-            return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **arguments)  # type: ignore[misc]
+            if sampling.applies(self, generation_config, arguments):
+                return sampling.sample(self, *given, **arguments)
+            return super()._sample(*given, **arguments)  # type: ignore[misc]
         finally:
             self.decoding.release()

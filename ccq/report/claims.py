@@ -122,8 +122,8 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
     else:
         where, better = claim["where"], claim["better"]
     rows = [row for row in results.rows(*(place.partition(":")[0] for place in where)) if row.system == claim["system"]]
-    pairings = [Pairing(results, row, Identity(claim["control"], row.variant, row.size), where) for row in rows]
-    pairings = [pairing for pairing in pairings if pairing.differences]
+    pairs = [Pairing(results, row, Identity(claim["control"], row.variant, row.size), where) for row in rows]
+    pairings = [pairing for pairing in pairs if pairing.differences]
     if not pairings:
         return Verdict(NOT_RUN, f"takes {SYSTEMS[claim['system']].label} and {SYSTEMS[claim['control']].label}")
     fit = [pairing for pairing in pairings if pairing.row.size in claim.get("scales", [pairing.row.size])]
@@ -176,13 +176,6 @@ def within(bounds: list[Interval | None]) -> str:
     return f"intervals over seeds within {interval((min(low for low, _ in known), max(high for _, high in known)))}"
 
 
-def nothing_or_all(values: list[float]) -> str:
-    """Why shares of right answers, in percent, say nothing of two systems: neither has any, or both have all."""
-    if values and max(values) < LEAST["higher"]:
-        return "no run of either gets any right at this size"
-    return "every run of both gets all right" if values and min(values) > 100 - LEAST["higher"] else ""
-
-
 class Pairing:
     """Two rows of one size in some scores: the difference of each seed that both have, a mean over the scores."""
 
@@ -208,7 +201,9 @@ class Pairing:
             if one.tokens is not None and two.tokens is not None and one.tokens != two.tokens:
                 return f"trained for {one.tokens:,} against {two.tokens:,} tokens"
         values = [value for both in self.estimates.values() for estimate in both for value in estimate.values]
-        return nothing_or_all(values) if better == "higher" else ""
+        if better == "higher" and max(values) < LEAST["higher"]:  # shares of right answers, in percent
+            return "no run of either gets any right at this size"
+        return "every run of both gets all right" if better == "higher" and min(values) > 100 - LEAST["higher"] else ""
 
     @property
     def sources(self) -> list[Source]:

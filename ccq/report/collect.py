@@ -237,12 +237,11 @@ class Collection:
 def collect(paths: Sequence[Path]) -> Collection:
     """All results under `paths`, each once, numbered in a fixed order."""
     found = Collection()
-    seen: set[Path] = set()
-    for path in paths:
-        for file in files(path):
-            if (real := file.resolve()) not in seen:
-                seen.add(real)
-                take(file, found)
+    unique: dict[Path, Path] = {}
+    for file in (file for path in paths for file in files(path)):
+        unique.setdefault(file.resolve(), file)
+    for file in unique.values():
+        take(file, found)
     runs = found.of("run")
     for source in found.sources:
         source.run = next((run for run in runs if run.path in source.path.parents), None)

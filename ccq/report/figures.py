@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,21 +23,11 @@ from ccq.systems import SYSTEMS, Identity
 
 BAND = "the 95% interval over seeds where there are three, else over test samples."
 CORPORA = {
-    "govreport": "GovReport",
-    "qmsum": "QMSum",
-    "narrativeqa": "NarrativeQA",
-    "qasper": "Qasper",
-    "pg19": "PG19",
-    "code": "code (for CodeParrot)",
-    "elife": "eLife (not in the paper)",
-    "book": "Dubliners (not in the paper)",
-}
-NEEDLES = {
-    "niah_single_1": "S-NIAH-1: pass-key",
-    "niah_single_2": "S-NIAH-2: number",
-    "niah_single_3": "S-NIAH-3: uuid",
-    "niah_book": "number in a book (not RULER's)",
-}
+    "govreport": "GovReport", "qmsum": "QMSum", "narrativeqa": "NarrativeQA", "qasper": "Qasper", "pg19": "PG19",
+    "code": "code (for CodeParrot)", "elife": "eLife (not in the paper)", "book": "Dubliners (not in the paper)",
+}  # fmt: skip
+NEEDLES = {"niah_single_1": "S-NIAH-1: pass-key", "niah_single_2": "S-NIAH-2: number",
+           "niah_single_3": "S-NIAH-3: uuid", "niah_book": "number in a book (not RULER's)"}  # fmt: skip
 
 
 def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figure]:
@@ -165,37 +156,31 @@ def extrapolation(results: Results) -> Figure:
 
 def cost(found: Collection) -> Figure | None:
     """What CCQ adds, in percent: the paper's beside ours."""
-    bars: list[tuple[str, float, float | None, list[float]]] = []  # what, the paper's, ours, and its ends
-    for name in ("layer", "training", "prefill", "decode"):
-        measure = MEASURES[name]
+    labels, paper, ours, ranges = [], [], [], []
+    for measure in (MEASURES[name] for name in ("layer", "training", "prefill", "decode")):
         for system in CLEANED:
-            told, ours, ends = measure.added(measure.papers(system)), None, []
+            labels.append(f"{measure.what}: {SYSTEMS[SYSTEMS[system].family].label}")
+            paper.append(measure.added(measure.papers(system)))
+            added, ends = math.nan, []
             if measured := measure.measured(found, system):
-                ours = measure.added(measure.value(measured[0]) / measure.value(measured[1]))
-                ends = [ours]
+                added = measure.added(measure.value(measured[0]) / measure.value(measured[1]))
                 if measure.range is not None:
                     one, two = (measure.range(row) for row in measured[:2])
                     ends = [100 * (one[a] / two[b] - 1) for a, b in (("low", "high"), ("high", "low"))]
-            bars.append((f"{measure.what}: {SYSTEMS[SYSTEMS[system].family].label}", told, ours, ends))
-    if all(bar[2] is None for bar in bars):
+            ours.append(added)
+            ranges.append((added - min([added, *ends]), max([added, *ends]) - added))
+    if np.isnan(ours).all():
         return None
 
     def draw(axes: Any) -> None:
-        places = np.arange(len(bars))[::-1]
-        for shift, at, colour, label, hatch in ((0.19, 1, GREY, "the paper", "///"), (-0.19, 2, BLUE, "here", "")):
-            known = [(place, bar) for place, bar in zip(places, bars, strict=True) if bar[at] is not None]
-            drawn = axes.barh(
-                [place + shift for place, _ in known], [bar[at] for _, bar in known], 0.36, label=label, color=colour,
-                hatch=hatch, edgecolor=colour, fill=not hatch, lw=1,
-            )  # fmt: skip
-            if hatch:
-                axes.bar_label(drawn, fmt="%.1f%%", padding=3, fontsize=7.5)
-        for place, (_, _, added, ends) in zip(places, bars, strict=True):
-            if added is not None:
-                axes.plot(ends, [place - 0.19] * len(ends), color=GREY, lw=1.2)
-                axes.annotate(f"{added:.1f}%", (max(ends), place - 0.19), (3, -3),
-                              textcoords="offset points", fontsize=7.5)  # fmt: skip
-        axes.set_yticks(places, [bar[0] for bar in bars])
+        places = np.arange(len(labels))[::-1]
+        hatched = {"hatch": "///", "fill": False, "edgecolor": GREY, "label": "the paper"}
+        thin = {"xerr": np.transpose(ranges), "color": BLUE, "ecolor": GREY, "error_kw": {"lw": 1.2}, "label": "here"}
+        for shift, values, look in ((0.19, paper, hatched), (-0.19, ours, thin)):
+            bars = axes.barh(places + shift, values, 0.36, lw=1, **look)
+            told = ["" if np.isnan(value) else f"{value:.1f}%" for value in values]
+            axes.bar_label(bars, told, padding=3, fontsize=7.5)
+        axes.set_yticks(places, labels)
         axes.set(xlabel="added by CCQ, %")
         axes.margins(x=0.18)
         axes.grid(axis="y", visible=False)
@@ -206,7 +191,7 @@ def cost(found: Collection) -> Figure | None:
         "without unit q and k; here over the backbone with unit q and k. Thin lines: what the fastest and the slowest "
         "repetitions would give."
     )
-    return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(bars) + 1.0))
+    return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(labels) + 1.0))
 
 
 # -- what stands behind ------------------------------------------------------------------------------------------------
@@ -223,11 +208,10 @@ def course(source: Source) -> dict[str, tuple[list, list]]:
         return found
     found = {}
     for name in ("valid_accuracy", "valid_perplexity", "loss", "lam", "lam_of_decay_alone"):
-        having = [r for r in source.records if r.get(name)]
-        scale = 100 if name == "valid_accuracy" else 1
-        values = [mean(x or 0 for x in r[name]) if isinstance(r[name], list) and name == "lam" else scale * r[name]
-                  for r in having]  # fmt: skip
-        if having:
+        if having := [r for r in source.records if r.get(name)]:
+            scale = 100 if name == "valid_accuracy" else 1
+            means = name == "lam" and isinstance(having[0][name], list)  # over layers
+            values = [mean(x or 0 for x in r[name]) if means else scale * r[name] for r in having]
             found["alone" if name.endswith("alone") else name] = ([r["step"] for r in having], values)
     return found
 

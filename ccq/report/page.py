@@ -15,7 +15,8 @@ import jinja2
 
 import ccq
 from ccq.bench.tables import goals_table
-from ccq.figures import Figure, sample, svg
+from ccq.figures import Figure, sample, save, svg
+from ccq.files import write_atomically
 from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
@@ -56,6 +57,13 @@ class Page:
         """As a file of its own, or as a part of one: without title and foot."""
         text = re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2", whole=whole)).strip() + "\n"
         return text if whole else text.rstrip("\n")
+
+    def write(self, out: Path) -> list[Path]:
+        """Write OUT/index.html, OUT/report.md and OUT/figures/; what was written."""
+        written = [out / "index.html", out / "report.md"]
+        for path, text in zip(written, (self.html, self.markdown()), strict=True):
+            write_atomically(path, text.encode())
+        return [*written, *(save(figure, out / "figures" / f"{name}.png") for name, figure in self.figures.items())]
 
     def _render(self, form: str, whole: bool = True) -> str:
         shown = self.context | {"tables": self.tables, "figures": self.figures}

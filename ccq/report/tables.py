@@ -118,13 +118,9 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
         notes += [f"Here: {note}." for note in dict.fromkeys(said)]
     if ours:
         notes.append(SMALL_PRINT)
-    head = ["", *(heading(column) for column in columns)]
+    arrows = {"lower": " ↓", "higher": " ↑"}
+    head = ["", *(f"{c.heading}{arrows.get(c.better, '')}".replace(" ", "\u00a0") for c in columns)]
     return Table(name, f"{table.title} ({table.label})", head, [*blocks, *not_run(folded)], notes)
-
-
-def heading(column: Column) -> str:
-    arrow = {"lower": "\u00a0↓", "higher": "\u00a0↑"}.get(column.better, "")
-    return column.heading.replace(" ", "\u00a0") + arrow
 
 
 def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list[Row]:
