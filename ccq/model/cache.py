@@ -136,8 +136,7 @@ class CCQCache(Cache):
     def reorder_cache(self, beam_idx: Int[Tensor, " M"]) -> None:
         self._take(self.select(beam_idx))
 
-    def batch_select_indices(self, indices: Int[Tensor, " M"]) -> None:
-        self._take(self.select(indices))
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._take(self.map(lambda x: x.repeat_interleave(repeats, dim=0)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import ModelOutput
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ccq.mixers import LayerState, Sequences, make_mixer
 from ccq.mixers.linear import bare, watched
@@ -97,9 +97,6 @@ class CCQPreTrainedModel(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Nothing: the config says where our classes are, and `save_pretrained` must not copy the files of ccq."""
 
-    def output(self, result: ModelOutput, return_dict: bool | None) -> Any:
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
-
     def _init_weights(self, module: nn.Module) -> None:
         # transformers does not come here with a module whose weights were loaded, and guards nn.init for the rest
         reset: Any = getattr(module, "reset_parameters", None)
@@ -111,19 +108,11 @@ class CCQPreTrainedModel(PreTrainedModel):
             reset()
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        name: Any,
-        *args: Any,
-        output_loading_info: bool = False,
-        ignore_mismatched_sizes: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As transformers has it, but half a model raises: a tensor that is missing, left over or of another shape."""
+        asked = {key: kwargs.get(key, False) for key in ("output_loading_info", "ignore_mismatched_sizes")}
         try:
-            loaded: Any = super().from_pretrained(
-                name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
+            loaded: Any = super().from_pretrained(name, *args, **kwargs | dict.fromkeys(asked, True))
         except Exception as error:
             if type(error).__name__ == "SafetensorError":  # safetensors raises it for a file that is cut off
                 raise OSError(f"{name}: a file of tensors is damaged or cut off ({error})") from error
@@ -131,12 +120,12 @@ class CCQPreTrainedModel(PreTrainedModel):
         model, info = loaded
         wrong = [f"missing {key}" for key in sorted(info["missing_keys"])]
         wrong += [f"unexpected {key}" for key in sorted(info["unexpected_keys"])]
-        if not ignore_mismatched_sizes:
+        if not asked["ignore_mismatched_sizes"]:
             for key, got, expected in sorted(info["mismatched_keys"]):
                 wrong.append(f"{key} expected {tuple(expected)}, got {tuple(got)}")
         if wrong:
             raise ValueError(f"{name}: the tensors are not those of its config: {'; '.join(wrong)}")
-        return loaded if output_loading_info else model
+        return loaded if asked["output_loading_info"] else model
 
 
 class CCQModel(CCQPreTrainedModel):
@@ -152,6 +141,7 @@ class CCQModel(CCQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -161,7 +151,6 @@ class CCQModel(CCQPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
     ) -> Any:
         """Hidden states [B, T, D] after the last norm; zero at padding.
@@ -187,7 +176,7 @@ class CCQModel(CCQPreTrainedModel):
             cache.make_room([layer.mixer for layer in self.blocks()])
             hidden = self.step(x[:, 0], cache.states, cache.rows)[:, None]
             cache.seen += 1
-            return self.output(BaseModelOutputWithPast(hidden, cache), return_dict)  # type: ignore[arg-type]
+            return BaseModelOutputWithPast(hidden, cache)  # type: ignore[arg-type]
 
         layout = arrange(x, attention_mask, cu_seqlens, cache)
         x = layout.pack(x)
@@ -206,8 +195,8 @@ class CCQModel(CCQPreTrainedModel):
         hidden_states.append(hidden)
         if cache is not None:
             cache.follow(new_states, layout.lengths, layout.columns)
-        told: Any = (hidden, cache, tuple(hidden_states) if output_hidden_states else None)
-        return self.output(BaseModelOutputWithPast(*told), return_dict)
+        seen: Any = tuple(hidden_states) if output_hidden_states else None
+        return BaseModelOutputWithPast(hidden, cache, seen)  # type: ignore[arg-type]
 
     def blocks(self) -> list[Block]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -280,6 +269,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         self.post_init()
         self._keys_to_ignore_on_load_unexpected = set()  # transformers takes the model's, but this one has a head
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -293,7 +283,6 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         logits_to_keep: int | Int[Tensor, " P"] | None = None,
         graph_length: int | None = None,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
@@ -333,10 +322,10 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         if graph_length and not scoring and not output_hidden_states and cu_seqlens is None:
             logits = self.decoding.step(self, input_ids, attention_mask, past_key_values, graph_length)
         if logits is not None:
-            return self.output(CausalLMOutput(logits=logits.clone(), past_key_values=past_key_values), return_dict)
+            return CausalLMOutput(logits=logits.clone(), past_key_values=past_key_values)
 
         out = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states,
-                         cu_seqlens, True, output_attentions)  # fmt: skip
+                         cu_seqlens, output_attentions, return_dict=True)  # fmt: skip
         hidden = out.last_hidden_state
         loss = scored = None
         if scoring:
@@ -350,8 +339,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         if logits_to_keep is not None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, kept])
-        result = CausalLMOutput(loss, logits, out.past_key_values, out.hidden_states, scored)
-        return self.output(result, return_dict)
+        return CausalLMOutput(loss, logits, out.past_key_values, out.hidden_states, scored)
 
     def cross_entropy(
         self, hidden: Float[Tensor, "M D"], targets: Int[Tensor, " M"]

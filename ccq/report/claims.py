@@ -8,7 +8,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
@@ -19,13 +18,13 @@ from ccq.report.paper import HERE, Paper
 from ccq.report.results import (
     SEEDS,
     VALID,
+    Estimate,
     Interval,
     Results,
     asked_otherwise,
     distinct,
     mean,
     mean_bounds,
-    seed_differences,
     seed_interval,
     settings_like,
 )
@@ -70,8 +69,28 @@ class Verdict:
 
 
 @functools.cache
-def load(path: Path = HERE / "claims.toml") -> tuple[dict, ...]:
-    return tuple(tomllib.loads(path.read_text())["claims"])
+def read() -> dict[str, list]:
+    return tomllib.loads((HERE / "claims.toml").read_text())
+
+
+def load() -> list[dict]:
+    """One by one: those about scores stand in lists, with what they share."""
+    found = []
+    for entry in read()["claims"]:
+        shared = {name: value for name, value in entry.items() if name != "scores"}
+        for says, system, control, *headline in entry.get("scores", ()):
+            one = {"kind": "score", "says": says, "system": system, "control": control, "headline": bool(headline)}
+            found.append(shared | one)
+        found += [] if "scores" in entry else [entry]
+    return found
+
+
+def rules() -> list[str]:
+    """By what a claim is judged, in words."""
+    from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
+
+    told = {"least": LEAST, "most": MOST, "gap": LEAST_GAP, "gate": LEAST_GATE, "from": SWITCHED_FROM}
+    return [note.format(**told) for note in read()["notes"]]
 
 
 def judge(found: Collection, results: Results, paper: Paper) -> list[Verdict]:
@@ -181,10 +200,14 @@ class Pairing:
 
     def __init__(self, results: Results, row: Identity, control: Identity, where: list[str]) -> None:
         self.row, self.where, self.where_trained = row, where, trained_as(row)
-        both = {place: (results.estimate(row, place), results.estimate(control, place)) for place in where}
-        self.estimates = {place: (one, two) for place, (one, two) in both.items() if one and two}
-        self.known = {place: found for place, pair in self.estimates.items() if (found := seed_differences(*pair))}
-        self.estimates = {place: self.estimates[place] for place in self.known}
+        self.estimates: dict[str, tuple[Estimate, Estimate]] = {}
+        self.known: dict[str, dict[int | None, float]] = {}  # of each score the differences, by seed
+        for place in where:
+            one, two = results.estimate(row, place), results.estimate(control, place)
+            shared = [seed for seed in one.by_seed if seed in two.by_seed] if one and two else []
+            if one and two and shared:
+                self.estimates[place] = one, two
+                self.known[place] = {seed: one.by_seed[seed] - two.by_seed[seed] for seed in shared}
         tables = list(self.known.values())
         self.seeds = [seed for seed in tables[0] if all(seed in table for table in tables)] if tables else []
         self.differences = [mean(table[seed] for table in tables) for seed in self.seeds]

@@ -19,6 +19,7 @@ from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
 from ccq.report.table import scale_label, tokens_label
+from ccq.report.tables import trained
 from ccq.systems import SYSTEMS, Identity
 
 BAND = "the 95% interval over seeds where there are three, else over test samples."
@@ -221,8 +222,6 @@ COURSES = {"valid_accuracy": "queries answered, %", "valid_perplexity": "validat
 
 def training(found: Collection, results: Results) -> Figure:
     """A line a row: the mean over its runs."""
-    from ccq.report.tables import trained
-
     rows: dict[Identity, list[Source]] = {}
     for (row, _, _), runs in trained(found).items():
         rows.setdefault(row, []).extend(run for run in runs if run.records)

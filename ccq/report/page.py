@@ -26,10 +26,6 @@ from ccq.report.table import Table, plural, trimmed
 from ccq.train import sweep_tables
 
 TITLE = "CCQ: a query that is cleaned before it reads"
-WHAT = (
-    "**Curvature-Conditioned Query (CCQ)** shrinks the query of linear attention along the directions in which the "
-    "stored keys vary most, and only then reads: q_clean = q − λ Σ q."
-)
 FOOT = (
     f"{MADE_BY}, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
     "Curvature-Conditioned Query for Linear Attention. Its numbers are quoted as facts; this implementation is "
@@ -76,7 +72,7 @@ def environment() -> jinja2.Environment:
                               undefined=jinja2.StrictUndefined)  # fmt: skip
     made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
                      "contents": contents}  # fmt: skip
-    made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT, "what": WHAT,
+    made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT,
                      "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
     return made
 

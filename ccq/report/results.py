@@ -263,12 +263,6 @@ class Estimate:
         return next((s.identity.tokens for s in self.sources if s.identity.tokens is not None), None)
 
 
-def seed_differences(one: Estimate, two: Estimate) -> dict[int | None, float]:
-    """{seed: one - two} of the seeds that both have."""
-    theirs = two.by_seed
-    return {seed: value - theirs[seed] for seed, value in one.by_seed.items() if seed in theirs}
-
-
 def settings_like(settings: Iterable[str], pattern: str) -> list[str]:
     """Names that match. Of several lengths WikiText's shortest comes first, which is what the models are trained on,
     and LongBench's longest, which cuts least away."""

@@ -151,15 +151,6 @@ def trained_as(row: Identity) -> str:
     return ", ".join(filter(None, (scale_label(row.size) or "unknown size", row.variant)))
 
 
-def seeds_label(seeds: Sequence[int | None]) -> str:
-    """
-    >>> seeds_label([2, None, 2]), seeds_label([0, 1])
-    (', seed 2', ', seeds 0, 1')
-    """
-    known = list(dict.fromkeys(str(seed) for seed in seeds if seed is not None))
-    return f", seed{'s' if len(known) > 1 else ''} {', '.join(known)}" if known else ""
-
-
 def needle(name: str) -> tuple[str, int]:
     """Task and length of a score of S-NIAH."""
     task, length = name.split("/")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
 from ccq.names import grouped
-from ccq.report.claims import LEAST, MOST, NOT_RUN, Verdict
+from ccq.report.claims import NOT_RUN, Verdict, rules
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Column, Paper, leader
 from ccq.report.paper import Table as PaperTable
@@ -27,7 +26,6 @@ from ccq.report.table import (
     number,
     plural,
     scale_label,
-    seeds_label,
 )
 from ccq.report.table import NOT_RUN as EMPTY
 from ccq.systems import SYSTEMS, Identity
@@ -265,23 +263,7 @@ def claims_table(verdicts: list[Verdict]) -> Table:
         verdict = Cell(v.named, v.why, kind=f"verdict {v.verdict.replace(' ', '-')}")
         rows[v.verdict == NOT_RUN].append(Row(Cell(v.says), [Cell(v.paper, kind="paper"), ours, verdict]))
     blocks = [Block("Not run" if left else "", mine, folded=left) for left, mine in rows.items() if mine]
-    notes = [
-        "Claims about scores are judged on paired differences, seed by seed: **supported** where their 95% interval "
-        "over seeds (Student's t, three seeds or more) lies on the claimed side; **not supported** where it leaves out "
-        f"any gain that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else "
-        f"**undecided**, with the number of seeds, up to {MOST}, that would decide if more came out as these did; "
-        "**not testable here** where neither gets any right, both get all, or they were trained for unequal tokens or "
-        "asked otherwise. Repeats of a seed, of either side, are averaged into it before. Claims about cost are "
-        "supported where both backbones are measured, at the paper's batch and length, and it is no more than the "
-        "paper's on either.",
-        "Alignment is judged model by model on the 95% interval over prompts (Student's t), at every layer or in the "
-        f"mean over layers: **supported** where it is below zero, **not supported** where it leaves out a gap of "
-        f"{LEAST_GAP:g} below zero, in one model; **not testable here** where a head has no more than the top "
-        f"directions. The gate is judged as scores are, a gain of {LEAST_GATE:g} counting. Switching off is "
-        f"**supported** where at every length of {SWITCHED_FROM:,} tokens and more at which a model finds any the "
-        "interval over seeds is within the paper's bound, **not supported** where it lies beyond at one, and **not "
-        "testable here** where there is no such length.",
-    ]
+    notes = list(rules())
     if tests := max((v.tests for v in verdicts), default=0):
         notes.append(
             f"Each claim is tested at 95% by itself. Of {plural(tests, 'test')} of scores over seeds about one in "
@@ -296,7 +278,7 @@ def source_table(found: Collection) -> Table:
     rows = []
     for source in found.sources:
         what = {"run": "training"}.get(source.kind, source.kind) + (f": {source.detail}" if source.detail else "")
-        model = f"{source.identity.label}{seeds_label([source.seed])}"
+        model = source.identity.label + ("" if source.seed is None else f", seed {source.seed}")
         versions = source.origin.get("versions") or {}
         packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("ccq", "torch", "triton", "fla-core"))
         file = Cell(source.name, f"`{source.commands}`" if source.commands else "")

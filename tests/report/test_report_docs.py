@@ -72,13 +72,10 @@ def test_a_table_without_results_is_said_to_be_missing():
     assert "Not run." in docs.filled(text, assemble(collect([])))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- ccq report: layr -->\n<!-- /ccq report -->\n", "no such table. Did you mean 'layer'?"),
-        ("nothing\n", "expected a place to fill"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("<!-- ccq report: layr -->\n<!-- /ccq report -->\n", "no such table. Did you mean 'layer'?"),
+    ("nothing\n", "expected a place to fill"),
+])  # fmt: skip
 def test_what_cannot_be_filled_is_refused_by_name(tmp_path, capsys, text, message):
     file = tmp_path / "page.md"
     file.write_text(text)
