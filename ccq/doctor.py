@@ -263,13 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = look()
     rows, findings = choices(env), diagnose(env)
     if args.json:
-        parts = {
-            "ccq": ccq.__version__,
-            "environment": dataclasses.asdict(env),
-            "backends": rows,
-            "findings": [dataclasses.asdict(finding) for finding in findings],
-        }
-        print(json.dumps(parts, indent=2))
+        told = {"environment": dataclasses.asdict(env), "findings": list(map(dataclasses.asdict, findings))}
+        print(json.dumps({"ccq": ccq.__version__, **told, "backends": rows}, indent=2))
     else:
         print(report(env, rows, findings))
     return int(any(finding.level == "error" for finding in findings))

@@ -26,6 +26,9 @@ class CCQCache(Cache):
     0
     """
 
+    # `generate` would compile the model and build 4D masks, while decoding has its own graphs; and see `crop`
+    is_compileable = is_croppable = False
+
     def __init__(self) -> None:
         super().__init__(layers=[])  # transformers' own kinds of layers: none of them
         self.states: list[LayerState] = []
@@ -60,14 +63,6 @@ class CCQCache(Cache):
     @property
     def is_initialized(self) -> bool:
         return bool(self.states)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False  # `generate` would compile the model and build 4D masks; decoding has its own graphs
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
 
     @property
     def rows(self) -> Int[Tensor, " N"]:
@@ -136,7 +131,7 @@ class CCQCache(Cache):
     def reorder_cache(self, beam_idx: Int[Tensor, " M"]) -> None:
         self._take(self.select(beam_idx))
 
-    batch_select_indices = reorder_cache
+    batch_select_indices = reorder_cache  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._take(self.map(lambda x: x.repeat_interleave(repeats, dim=0)))

@@ -416,7 +416,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = CCQCache()  # transformers wants it before the first chunk
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
 
-    def _sample(
+    def _sample(  # type: ignore[override]
         self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **arguments: Any
     ) -> Any:
         """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""

@@ -17,8 +17,6 @@ from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper
 from ccq.report.results import (
     SEEDS,
-    VALID,
-    Estimate,
     Interval,
     Results,
     asked_otherwise,
@@ -200,14 +198,11 @@ class Pairing:
 
     def __init__(self, results: Results, row: Identity, control: Identity, where: list[str]) -> None:
         self.row, self.where, self.where_trained = row, where, trained_as(row)
-        self.estimates: dict[str, tuple[Estimate, Estimate]] = {}
-        self.known: dict[str, dict[int | None, float]] = {}  # of each score the differences, by seed
-        for place in where:
-            one, two = results.estimate(row, place), results.estimate(control, place)
-            shared = [seed for seed in one.by_seed if seed in two.by_seed] if one and two else []
-            if one and two and shared:
-                self.estimates[place] = one, two
-                self.known[place] = {seed: one.by_seed[seed] - two.by_seed[seed] for seed in shared}
+        both = {place: (results.estimate(row, place), results.estimate(control, place)) for place in where}
+        self.estimates = {place: (one, two) for place, (one, two) in both.items()
+                          if one and two and one.by_seed.keys() & two.by_seed.keys()}  # fmt: skip
+        self.known = {place: {seed: x - two.by_seed[seed] for seed, x in one.by_seed.items() if seed in two.by_seed}
+                      for place, (one, two) in self.estimates.items()}  # fmt: skip
         tables = list(self.known.values())
         self.seeds = [seed for seed in tables[0] if all(seed in table for table in tables)] if tables else []
         self.differences = [mean(table[seed] for table in tables) for seed in self.seeds]
@@ -259,7 +254,7 @@ class Pairing:
             middle, half = mean(self.differences), math.hypot(*((high - low) / 2 for low, high in bounds))
             return middle - half, middle + half
         seeds = []
-        for seed in self.seeds if where != VALID else ():  # of which no samples are kept
+        for seed in self.seeds:
             tried = [sample_difference(control.source, record.source, where.partition(":")[2])
                      for control in two.of_seeds[seed] for record in one.of_seeds[seed]]  # fmt: skip
             found = [bounds for bounds in tried if bounds is not None]
@@ -271,8 +266,8 @@ class Pairing:
 
 def sample_difference(control: Source, source: Source, pattern: str) -> Interval | None:
     """95% interval of source - control over the test samples that both have; None where they were not kept."""
-    group = settings_like(source.content["scores"], pattern)[0]
     try:
+        group = settings_like(source.content["scores"], pattern)[0]
         tables = [samples_of(each.path, each.content) for each in (control, source)]
         found = difference(group, source.content["scores"][group], *tables)
     except (EvaluationError, LookupError, ValueError, TypeError):

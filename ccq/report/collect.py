@@ -262,7 +262,7 @@ def files(path: Path) -> Iterator[Path]:
         return
     for below in sorted(path.iterdir()):
         if below.is_dir() and below.name == "responses":
-            yield from (answers for answers in sorted(below.glob("*.jsonl")))
+            yield from sorted(below.glob("*.jsonl"))
         elif below.is_dir() and below.name not in SKIP and not below.name.startswith("."):
             yield from files(below)
         elif below.is_file() and below.suffix == ".json":

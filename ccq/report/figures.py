@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ccq.analysis.claims import text_of_gate
 from ccq.bench.tables import CLEANED, MEASURES
-from ccq.figures import BLUE, GREY, Draw, Figure, Lines, Panel, lines_of, of_alignment, of_gates
+from ccq.figures import BLUE, GREY, Figure, Lines, Panel, lines_of, of_alignment, of_gates
 from ccq.names import grouped
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
@@ -60,7 +60,7 @@ def of_rows(results: Results, where: str, xlabel: str) -> list[Panel]:
     for size, rows in by_size(results.rows(where.partition(":")[0])).items():
         points = [(row, estimate) for row in rows if (estimate := results.estimate(row, where))]
         if points:
-            panels.append(Panel(scale_label(size), functools.partial(dots, points=points, xlabel=xlabel)))
+            panels.append(Panel(scale_label(size), partial(dots, points=points, xlabel=xlabel)))
     return panels
 
 
@@ -88,24 +88,21 @@ def recall(results: Results) -> Figure:
 Curves = list[tuple[Identity, list[tuple[int, Estimate]]]]
 
 
-def draw_curves(curves: Curves, lines: Lines, ylabel: str) -> Draw:
-    def draw(axes: Any) -> None:
-        for row, points in curves:
-            style, lengths = lines[row.label], [n for n, _ in points]
-            axes.plot(lengths, [e.value for _, e in points], **style)
-            bands = [e.over_seeds or e.over_samples for _, e in points]
-            if all(bands):
-                low, high = zip(*[band for band in bands if band], strict=True)
-                axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
-        ticks = sorted({n for _, points in curves for n, _ in points})
-        if ticks[-1] > 8 * ticks[0]:  # else the short lengths lie on each other
-            axes.set_xscale("log", base=2)
-            axes.minorticks_off()
-        ticks = ticks[:: max(1, len(ticks) // 5)]
-        axes.set_xticks(ticks, [tokens_label(n) for n in ticks])
-        axes.set(xlabel="tokens", ylabel=ylabel)
-
-    return draw
+def draw_curves(curves: Curves, lines: Lines, ylabel: str, axes: Any) -> None:
+    for row, points in curves:
+        style, lengths = lines[row.label], [n for n, _ in points]
+        axes.plot(lengths, [e.value for _, e in points], **style)
+        bands = [e.over_seeds or e.over_samples for _, e in points]
+        if all(bands):
+            low, high = zip(*[band for band in bands if band], strict=True)
+            axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
+    ticks = sorted({n for _, points in curves for n, _ in points})
+    if ticks[-1] > 8 * ticks[0]:  # else the short lengths lie on each other
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    ticks = ticks[:: max(1, len(ticks) // 5)]
+    axes.set_xticks(ticks, [tokens_label(n) for n in ticks])
+    axes.set(xlabel="tokens", ylabel=ylabel)
 
 
 def curves_of(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Curves:
@@ -122,7 +119,7 @@ def by_length(
         for task, title in titles.items():
             if found := curves(results, mine, suite, f"{task}/{{}}"):
                 told = f"{title}, {scale_label(size)}" if len(sizes) > 1 else title
-                panels.append(Panel(told, draw_curves(found, lines, axis)))
+                panels.append(Panel(told, partial(draw_curves, found, lines, axis)))
     return panels, lines
 
 
@@ -236,7 +233,8 @@ def training(found: Collection, results: Results) -> Figure:
         for name in [*shown, "lam"]:
             if having[name]:
                 title = f"{'the gate' if name == 'lam' else COURSES[name]}, {scale_label(size)}"
-                panels.append(Panel(title, draw_course({row.label: courses[row] for row in having[name]}, lines, name)))
+                mean_of = {row.label: courses[row] for row in having[name]}
+                panels.append(Panel(title, partial(draw_course, mean_of, lines, name)))
     caption = (
         "Mean over seeds, at the rate chosen. The gate: mean lam over layers. Dotted: where weight decay of its bias "
         "alone, without any gradient, would carry it; a gate that follows it has not learned to open."
@@ -244,25 +242,22 @@ def training(found: Collection, results: Results) -> Figure:
     return Figure("training", "Training", caption, panels, lines, columns=2, size=(4.0, 2.9))
 
 
-def draw_course(courses: dict[str, list[dict]], lines: Lines, name: str) -> Draw:
-    def draw(axes: Any) -> None:
-        for label, runs in courses.items():
-            style = lines[label] | {"ms": 3, "lw": 1.3}
-            for what, look in ((name, style), ("alone", {"color": style["color"], "ls": ":", "lw": 1.1})):
-                having = [run[what] for run in runs if what in run]
-                if having and (what == name or name == "lam"):
-                    steps = having[0][0]
-                    same = [values for at, values in having if at == steps]
-                    axes.plot(steps, np.mean(same, axis=0), markevery=max(1, len(steps) // 8), **look)
-        axes.set(xlabel="step", ylabel=COURSES.get(name, "mean lam"))
-        if name == "valid_perplexity":
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-        else:
-            axes.set_ylim(0, None)
-
-    return draw
+def draw_course(courses: dict[str, list[dict]], lines: Lines, name: str, axes: Any) -> None:
+    for label, runs in courses.items():
+        style = lines[label] | {"ms": 3, "lw": 1.3}
+        for what, look in ((name, style), ("alone", {"color": style["color"], "ls": ":", "lw": 1.1})):
+            having = [run[what] for run in runs if what in run]
+            if having and (what == name or name == "lam"):
+                steps = having[0][0]
+                same = [values for at, values in having if at == steps]
+                axes.plot(steps, np.mean(same, axis=0), markevery=max(1, len(steps) // 8), **look)
+    axes.set(xlabel="step", ylabel=COURSES.get(name, "mean lam"))
+    if name == "valid_perplexity":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, None)
 
 
 def diagnostics(found: Collection, paper: Paper) -> list[Figure]:

@@ -180,12 +180,11 @@ class Names(dict):
 
 def what_was_run(found: Collection) -> str:
     """In one sentence; the table of sources has each."""
-    kinds = {"run": "training run", "eval": "evaluation", "bench": "benchmark"}
-    parts = [plural(len(found.of(kind)), word) for kind, word in kinds.items() if found.of(kind)]
-    if count := sum(len(source.content["runs"]) for source in found.of("sweep")):
-        parts.insert(1, plural(count, "run of a sweep", "runs of sweeps"))
-    if count := len(found.of("analysis")):
-        parts.insert(-1, plural(count, "analysis", "analyses"))
+    words = {"run": ("training run", ""), "sweep": ("run of a sweep", "runs of sweeps"), "eval": ("evaluation", ""),
+             "analysis": ("analysis", "analyses"), "bench": ("benchmark", "")}  # fmt: skip
+    counts = {kind: len(found.of(kind)) for kind in words}
+    counts["sweep"] = sum(len(source.content["runs"]) for source in found.of("sweep"))
+    parts = [plural(count, *words[kind]) for kind, count in counts.items() if count]
     dates = sorted({source.date for source in found.sources if source.date != "unknown"})
     when = f", {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else "") if dates else ""
     return f"Of {', '.join(parts)}{when}; each is among the [sources](#sources)."

@@ -6,13 +6,14 @@ What has tables of its own has them beside its code: see OWNERS in page.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ccq.names import grouped
 from ccq.report.claims import NOT_RUN, Verdict, rules
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Column, Paper, leader
 from ccq.report.paper import Table as PaperTable
-from ccq.report.results import VALID, Estimate, Record, Results, by_size, mean, row_of
+from ccq.report.results import VALID, Estimate, Results, by_size, mean, row_of
 from ccq.report.table import (
     NOT_IN_PAPER,
     SMALL,
@@ -30,7 +31,6 @@ from ccq.report.table import (
 from ccq.report.table import NOT_RUN as EMPTY
 from ccq.systems import SYSTEMS, Identity
 
-Counts = Callable[[str], bool]  # whether the best of a column may be this system
 SMALL_PRINT = (
     f"{SMALL} in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
     "are three seeds or more, else over test samples; hover for both. Repeats of a seed are averaged into it: they are "
@@ -54,25 +54,25 @@ def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
 
 
 def score_rows(
-    rows: Sequence[Identity], columns: Sequence[Column], results: Results, likes: Sequence[str], counts: Counts = bool
+    rows: Sequence[Identity],
+    columns: Sequence[Column],
+    results: Results,
+    likes: Sequence[str],
+    counts: Callable[[str], bool] = bool,  # whether the best of a column may be this system
 ) -> list[Row]:
     """Our rows of one size; the best of each column in bold, as it is shown."""
     estimates = {row: [results.estimate(row, column.where) for column in columns] for row in rows}
-    cells = {row: [our_cell(e, like) for e, like in zip(mine, likes, strict=True)] for row, mine in estimates.items()}
-    for at, column in enumerate(columns):
-        shown = {
-            row: float(number(estimate.value, likes[at])) if (estimate := mine[at]) else None
-            for row, mine in estimates.items() if counts(row.system)
-        }  # fmt: skip
-        if (top := leader(shown, column.better)) is not None:
-            cells[top][at].bold = True
+    best = []
+    for at, (column, like) in enumerate(zip(columns, likes, strict=True)):
+        known = {row: e for row, mine in estimates.items() if (e := mine[at]) and counts(row.system)}
+        best.append(leader({row: float(number(e.value, like)) for row, e in known.items()}, column.better))
     made = []
     for row, mine in estimates.items():
-        known = [estimate for estimate in mine if estimate is not None]
-        sources = [source for estimate in known for source in estimate.sources]
-        runs = max((len(estimate.values) for estimate in known), default=0)
+        cells = [replace(our_cell(e, like), bold=row == top) for e, like, top in zip(mine, likes, best, strict=True)]
+        sources = [source for e in mine if e for source in e.sources]
+        runs = max((len(e.values) for e in mine if e), default=0)
         label = Cell(f"{row.label} {marks(sources)}", f"{runs} runs" if runs > 1 else "")
-        made.append(Row(label, cells[row], "ours" if is_cleaned(row) else ""))
+        made.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
     return made
 
 
@@ -217,15 +217,13 @@ def repeats_table(results: Results) -> Table | None:
     """One row run several times with one seed: what differs is neither data nor seed."""
     blocks, spreads = [], []
     for (row, suite), records in results.index.items():
-        seeds: dict[int | None, dict[str, dict[str, Record]]] = {}  # [seed][setting][weights]
-        for setting in dict.fromkeys(record.setting for record in records):
-            estimate = results.estimate(row, f"{suite}:{setting}")
-            for record in estimate.records if estimate else ():
-                seeds.setdefault(record.seed, {}).setdefault(setting, {})[record.weights] = record
-        for seed, settings in seeds.items():
+        estimates = [results.estimate(row, f"{suite}:{name}") for name in dict.fromkeys(r.setting for r in records)]
+        counted = {(r.seed, r.setting, r.weights): r for estimate in estimates if estimate for r in estimate.records}
+        for seed, mine in grouped(counted.values(), lambda record: record.seed).items():
+            settings = grouped(mine, lambda record: record.setting)
             most = max(map(len, settings.values()))
             if seed is not None and most > 1:
-                runs = {name: list(known.values()) for name, known in settings.items() if len(known) == most}
+                runs = {name: known for name, known in settings.items() if len(known) == most}
                 values = {name: sorted(r.value or 0.0 for r in known) for name, known in runs.items()}
                 spreads += [known[-1] - known[0] for known in values.values()]
                 sources = marks([record.source for known in runs.values() for record in known])
