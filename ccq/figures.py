@@ -149,7 +149,7 @@ def save(figure: Figure, path: Path) -> Path:
         for axes in grid[len(figure.panels) :]:
             axes.set_visible(False)
         if figure.legend:
-            lines = [Line2D([], [], **style) for style in figure.legend.values()]
+            lines = [Line2D([], [], **style | {"ms": 4}) for style in figure.legend.values()]
             for across in range(len(lines), 0, -1):  # as many beside each other as fit
                 legend = canvas.legend(lines, list(figure.legend), loc="outside lower center", ncols=across)
                 if legend.get_window_extent().width <= canvas.bbox.width or across == 1:

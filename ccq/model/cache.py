@@ -84,7 +84,7 @@ class CCQCache(Cache):
         new.seen = self.seen
         return new
 
-    def _take(self, other: CCQCache) -> None:
+    def take(self, other: CCQCache) -> None:
         self.states, self.lengths, self.seen = other.states, other.lengths, other.seen
 
     def clone(self) -> CCQCache:
@@ -123,21 +123,21 @@ class CCQCache(Cache):
     def make_room(self, mixers: Iterable[Mixer]) -> None:
         """Before a step in place: no buffer is full, none is of a kind that only inference mode may change."""
         if self.rows.is_inference() and not torch.is_inference_mode_enabled():
-            self._take(self.clone())
+            self.take(self.clone())
         for mixer, state in zip(mixers, self.states, strict=True):
             mixer.reserve(state, self.seen + 1)
 
     # what beam search and contrastive search call: they change the cache they are called on
     def reorder_cache(self, beam_idx: Int[Tensor, " M"]) -> None:
-        self._take(self.select(beam_idx))
+        self.take(self.select(beam_idx))
 
     batch_select_indices = reorder_cache  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._take(self.map(lambda x: x.repeat_interleave(repeats, dim=0)))
+        self.take(self.map(lambda x: x.repeat_interleave(repeats, dim=0)))
 
     def reset(self) -> None:
-        self._take(CCQCache())
+        self.take(CCQCache())
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         raise NotImplementedError(

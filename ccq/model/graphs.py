@@ -125,8 +125,7 @@ class Decoding:
         """Give the cache whose states the buffers are, if it still exists, states of its own."""
         cache = None if self.cache is None else self.cache()
         if cache is not None and self.holds(cache):
-            own = cache.clone()
-            cache.states, cache.lengths = own.states, own.lengths
+            cache.take(cache.clone())
         self.cache = self.thread = None
 
     def release(self) -> None:

@@ -54,10 +54,6 @@ class Verdict:
         return f"{self.verdict} (needs {self.needs} seeds)" if self.verdict == FEW and self.needs else self.verdict
 
     @property
-    def quality(self) -> bool:
-        return self.claim["kind"] == "score"
-
-    @property
     def why(self) -> str:
         """The detail, and what testing many claims does to one that its interval decides."""
         if self.chance is None or self.chance > 0.05:

@@ -43,9 +43,8 @@ def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figu
 
 def dots(axes: Any, points: Sequence[tuple[Identity, Estimate]], xlabel: str) -> None:
     """A row a system: its value, and the interval."""
-    lines = lines_of(row for row, _ in points)
     for y, (row, estimate) in enumerate(reversed(points)):
-        style = lines[row.label] | {"ls": "", "ms": 6}
+        style = lines_of([row])[row.label] | {"ls": "", "ms": 6}
         if bounds := estimate.over_seeds or estimate.over_samples:
             axes.plot(bounds, [y, y], color=style["color"], lw=2, alpha=0.5)
         axes.plot([estimate.value], [y], **style)

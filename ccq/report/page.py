@@ -192,7 +192,7 @@ def what_was_run(found: Collection) -> str:
 
 def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
     """The answer in one sentence, then the headline claims and those that are decided."""
-    tried = [v for v in verdicts if v.quality and v.verdict != NOT_RUN]
+    tried = [v for v in verdicts if v.claim["kind"] == "score" and v.verdict != NOT_RUN]
     decided = [v for v in tried if v.verdict in (HOLDS, FAILS)]
     shown = [v for v in verdicts if v in decided or (v.claim.get("headline") and v.verdict != NOT_RUN)] or tried[:4]
     items = [f"**{v.named.capitalize()}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]
