@@ -31,23 +31,12 @@ COMMANDS = {
     "train": ("ccq.train.command:main", "train a recipe, or go on; on a laptop, one GPU or many"),
 }
 
-# module: the extra of this package that installs it
+# extras of this package, and the modules that they install
 EXTRAS = {
-    "datasets": "train",
-    "fla": "gpu",
-    "huggingface_hub": "model",
-    "lm_eval": "eval",
-    "matplotlib": "eval",
-    "nltk": "eval",
-    "rouge": "eval",
-    "safetensors": "model",
-    "tensorboard": "train",
-    "tokenizers": "train",
-    "transformers": "model",
-    "triton": "gpu",
-    "tyro": "train",
-    "wonderwords": "train",
-    "zstandard": "train",
+    "gpu": ("fla", "triton"),
+    "model": ("huggingface_hub", "safetensors", "transformers"),
+    "train": ("datasets", "tensorboard", "tokenizers", "tyro", "wonderwords", "zstandard"),
+    "eval": ("lm_eval", "matplotlib", "nltk", "rouge"),
 }
 
 
@@ -86,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ccq {name}{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
-        extra = EXTRAS.get((missing.name or "").partition(".")[0])
+        module = (missing.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
         if extra is None:
             raise
         print(f"ccq {name} needs {missing.name}: pip install 'ccq[{extra}]'", file=sys.stderr)

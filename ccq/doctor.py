@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,15 +18,18 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import ccq
 from ccq.errors import UserError
 from ccq.ops.choose import OPS, Call, arch_of, explain
+from ccq.provenance import version_of
 
-# package: the distributions that provide it, read from their metadata; importing them could fail or be slow
+# package: the distributions that provide it
 PACKAGES = {
     "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
     "fla-core": ("fla-core",),
@@ -66,18 +68,6 @@ class Finding:
     level: str  # "error": numbers can be wrong; "warning": something is slow or will fail
     what: str
     cure: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What backend="auto" runs."""
-
-    operation: str
-    device: str
-    dtype: str
-    backend: str  # the implementation
-    what: str
-    why_not: Mapping[str, str]  # the faster ones that cannot run, with the reason
 
 
 CPU_BF16 = (
@@ -135,23 +125,13 @@ def look() -> Environment:
         platform=platform.platform(),
         torch=torch.__version__,
         build=next((f"{name} {version}" for name, version in builds.items() if version), None),
-        packages={name: installed(*names) for name, names in PACKAGES.items()},
+        packages={name: next(filter(None, map(version_of, names)), None) for name, names in PACKAGES.items()},
         gpus=tuple(gpus),
         driver=nvidia_driver(),
         complaint=str(caught[0].message) if caught else None,
         variables={name: value for name, value in sorted(os.environ.items()) if re.match(OURS, name)},
         cpu_bf16_kills=cpu_bf16_kills(),
     )
-
-
-def installed(*names: str) -> str | None:
-    """The version of the first of these distributions that is there."""
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def nvidia_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -171,92 +151,67 @@ def release(version: str) -> tuple[int, ...]:
 
 def diagnose(env: Environment) -> list[Finding]:
     """Everything known to be wrong with such a machine, errors first."""
-    found: list[Finding] = []
-
-    def error(what: str, cure: str) -> None:
-        found.append(Finding("error", what, cure))
-
-    def warning(what: str, cure: str) -> None:
-        found.append(Finding("warning", what, cure))
-
-    if env.cpu_bf16_kills:
-        warning(f"{CPU_BF16[0][:1].upper()}{CPU_BF16[0][1:]}.", CPU_BF16[1])
-    triton, core, whole = (env.packages.get(name) for name in ("triton", "fla-core", "flash-linear-attention"))
+    triton, core, whole = (env.packages.get(name) or "" for name in ("triton", "fla-core", "flash-linear-attention"))
+    has = release(triton)
     nvidia = bool(env.gpus) and (env.build or "").startswith("CUDA")  # ROCm's capability 9.x is no Hopper
     hopper = nvidia and any(arch_of(gpu.capability).name == "hopper" for gpu in env.gpus)
-    newer = "pip install 'triton>=3.8.0'"
-    if triton is None:
-        if nvidia:
-            warning("Triton is not installed, so no fused kernel can run on this GPU.", "pip install 'ccq[gpu]'")
-        if core or whole:
-            warning("fla is installed without Triton, so `import fla` or its kernels will fail.", newer)
-    elif hopper and (3, 4) <= release(triton) < (3, 7, 1):
-        error(
-            f"Triton {triton} computes wrong gradients of gated linear attention on Hopper GPUs: the loss looks "
-            "plausible and the model does not learn what it should (flash-linear-attention issue #640).",
-            newer,
-        )
-    elif hopper and (3, 7, 1) <= release(triton) < (3, 8):
-        error(
-            f"Triton {triton} computes wrong gradients on Hopper GPUs for some num_warps, which autotuning may pick "
-            "(flash-linear-attention issue #984; #640 is fixed in it).",
-            newer,
-        )
-    elif nvidia and release(triton) < (3, 8):
-        warning(f"Triton {triton} is older than 3.8.0, the oldest that ccq is tested with.", newer)
-    elif hopper and release(triton)[:2] != (3, 8):
-        warning(
-            "The fastest kernels for Hopper GPUs are known to be assembled right by Triton 3.8 only: "
-            f"with {triton} the plain ones run.",
-            "pip install 'triton==3.8.*'",
-        )
-    if core and whole and core != whole:
-        warning(
-            f"fla-core {core} and flash-linear-attention {whole} are two parts of one package, of different versions.",
-            f"pip install fla-core=={max(core, whole, key=release)} "
-            f"flash-linear-attention=={max(core, whole, key=release)}",
-        )
-    if env.driver and env.build is None:
-        warning(
-            f"There is an NVIDIA driver, {env.driver}, but torch {env.torch} is built for the CPU only.",
-            "install a build of torch with CUDA, in a fresh environment",
-        )
-    elif env.driver and not env.gpus:
-        warning(
-            f"There is an NVIDIA driver, {env.driver}, but torch ({env.build}) sees no GPU"
-            + (f": {env.complaint}" if env.complaint else "."),
-            "check CUDA_VISIBLE_DEVICES, that the container was given the GPU, and that the driver is new enough "
-            f"for {env.build}",
-        )
-    if release(env.python) < (3, 11):
-        warning(f"Python {env.python} is too old: ccq needs 3.11.", "make an environment with Python 3.11 or newer")
-    if env.gpus and env.variables.get("TRITON_INTERPRET", "0") != "0":
-        warning(
-            "TRITON_INTERPRET is set: kernels are interpreted in Python, thousands of times slower than on the GPU.",
-            "unset TRITON_INTERPRET",
-        )
-    if env.gpus and env.variables.get("CCQ_CHECK") == "1":
-        warning("CCQ_CHECK=1: each call looks at its values, and waits for the GPU to do so.", "unset CCQ_CHECK")
-    if hopper and env.variables.get("CCQ_HOPPER") == "0":
-        warning("CCQ_HOPPER=0: the fastest kernels for this GPU are turned off.", "unset CCQ_HOPPER")
-    return sorted(found, key=lambda finding: finding.level != "error")
+    wrong = hopper and (3, 4) <= has < (3, 8)
+    newer, newest = "pip install 'triton>=3.8.0'", max(core, whole, key=release)
+    told = f": {env.complaint}" if env.complaint else "."
+    errors = [
+        (wrong and has < (3, 7, 1), f"Triton {triton} computes wrong gradients of gated linear attention on Hopper "
+         "GPUs: the loss looks plausible and the model does not learn what it should (flash-linear-attention issue "
+         "#640).", newer),
+        (wrong and has >= (3, 7, 1), f"Triton {triton} computes wrong gradients on Hopper GPUs for some num_warps, "
+         "which autotuning may pick (flash-linear-attention issue #984; #640 is fixed in it).", newer),
+    ]  # fmt: skip
+    slow = [
+        (env.cpu_bf16_kills, f"{CPU_BF16[0][:1].upper()}{CPU_BF16[0][1:]}.", CPU_BF16[1]),
+        (nvidia and not triton, "Triton is not installed, so no fused kernel can run on this GPU.",
+         "pip install 'ccq[gpu]'"),
+        ((core or whole) and not triton, "fla is installed without Triton, so `import fla` or its kernels will fail.",
+         newer),
+        (nvidia and triton and has < (3, 8) and not wrong,
+         f"Triton {triton} is older than 3.8.0, the oldest that ccq is tested with.", newer),
+        (hopper and has[:2] > (3, 8), "The fastest kernels for Hopper GPUs are known to be assembled right by Triton "
+         f"3.8 only: with {triton} the plain ones run.", "pip install 'triton==3.8.*'"),
+        (core and whole and core != whole, f"fla-core {core} and flash-linear-attention {whole} are two parts of one "
+         "package, of different versions.", f"pip install fla-core=={newest} flash-linear-attention=={newest}"),
+        (env.driver and env.build is None,
+         f"There is an NVIDIA driver, {env.driver}, but torch {env.torch} is built for the CPU only.",
+         "install a build of torch with CUDA, in a fresh environment"),
+        (env.driver and env.build is not None and not env.gpus,
+         f"There is an NVIDIA driver, {env.driver}, but torch ({env.build}) sees no GPU{told}",
+         "check CUDA_VISIBLE_DEVICES, that the container was given the GPU, and that the driver is new enough for "
+         f"{env.build}"),
+        (release(env.python) < (3, 11), f"Python {env.python} is too old: ccq needs 3.11.",
+         "make an environment with Python 3.11 or newer"),
+        (env.gpus and env.variables.get("TRITON_INTERPRET", "0") != "0", "TRITON_INTERPRET is set: kernels are "
+         "interpreted in Python, thousands of times slower than on the GPU.", "unset TRITON_INTERPRET"),
+        (env.gpus and env.variables.get("CCQ_CHECK") == "1",
+         "CCQ_CHECK=1: each call looks at its values, and waits for the GPU to do so.", "unset CCQ_CHECK"),
+        (hopper and env.variables.get("CCQ_HOPPER") == "0",
+         "CCQ_HOPPER=0: the fastest kernels for this GPU are turned off.", "unset CCQ_HOPPER"),
+    ]  # fmt: skip
+    return [Finding(level, what, cure) for level, known in (("error", errors), ("warning", slow))
+            for applies, what, cure in known if applies]  # fmt: skip
 
 
-def choices(env: Environment) -> list[Choice]:
-    """What backend="auto" runs for each operation, device and dtype."""
+def choices(env: Environment) -> list[dict[str, Any]]:
+    """What backend="auto" runs for each operation, device and dtype, and why the faster ones cannot."""
     rows = []
     for operation, implementations in OPS.items():
         for device in ("cpu", "cuda") if env.gpus else ("cpu",):
             for dtype in DTYPES:
                 call = Call(torch.device(device), dtype, size=128, length=4096, rows=1, unwatched=True)
                 name, why_not = explain(operation, call)
-                (chosen,) = (x for x in implementations if x.name == name)
-                kind = str(dtype).removeprefix("torch.")
-                rows.append(Choice(operation, device, kind, chosen.name, chosen.what, why_not))
+                (what,) = (x.what for x in implementations if x.name == name)
+                rows.append({"operation": operation, "device": device, "dtype": str(dtype).removeprefix("torch."),
+                             "backend": name, "what": what, "why_not": why_not})  # fmt: skip
     return rows
 
 
-def report(env: Environment, rows: Sequence[Choice], findings: Sequence[Finding]) -> str:
+def report(env: Environment, rows: Sequence[dict[str, Any]], findings: Sequence[Finding]) -> str:
     """All of it as text that can be pasted into an issue."""
     facts = {
         "ccq": ccq.__version__,
@@ -276,13 +231,11 @@ def report(env: Environment, rows: Sequence[Choice], findings: Sequence[Finding]
 
     lines += ["", 'What runs with backend="auto":']
     dtypes: dict[tuple[str, ...], list[str]] = {}
-    reasons: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[tuple[str, ...], dict[str, None]] = {}
     for row in rows:
-        dtypes.setdefault((row.operation, row.device, row.backend, row.what), []).append(row.dtype)
-        for name, why in row.why_not.items():
-            operations = reasons.setdefault((name, row.device, why), [])
-            if row.operation not in operations:
-                operations.append(row.operation)
+        dtypes.setdefault(itemgetter("operation", "device", "backend", "what")(row), []).append(row["dtype"])
+        for name, why in row["why_not"].items():
+            reasons.setdefault((name, row["device"], why), {})[row["operation"]] = None
     for (operation, device, name, what), kinds in dtypes.items():
         lines.append(f"  {operation:<17} {device:<5} {', '.join(kinds):<28} {name:<10} {what}")
     for (name, device, why), operations in reasons.items():
@@ -310,13 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = look()
     rows, findings = choices(env), diagnose(env)
     if args.json:
-        parts = {
-            "ccq": ccq.__version__,
-            "environment": dataclasses.asdict(env),
-            "backends": [dataclasses.asdict(row) for row in rows],
-            "findings": [dataclasses.asdict(finding) for finding in findings],
-        }
-        print(json.dumps(parts, indent=2))
+        told = {"environment": dataclasses.asdict(env), "findings": list(map(dataclasses.asdict, findings))}
+        print(json.dumps({"ccq": ccq.__version__, **told, "backends": rows}, indent=2))
     else:
         print(report(env, rows, findings))
     return int(any(finding.level == "error" for finding in findings))

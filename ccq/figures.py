@@ -8,14 +8,16 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -26,14 +28,22 @@ from ccq.systems import SYSTEMS, Identity
 INK, GREY = "#000000", "#7f7f7f"
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 BROWN, OLIVE = "#7a4a2b", "#8a8a00"  # two more than the palette has
-COLOURS = {INK: "ink", BLUE: "blue", SKY: "sky", GREEN: "green", ORANGE: "orange", RED: "red", PURPLE: "purple",
-           GREY: "grey", BROWN: "brown", OLIVE: "olive"}  # names in report/style.css  # fmt: skip
+NAMES = {INK: "ink", BLUE: "blue", SKY: "sky", GREEN: "green", ORANGE: "orange", RED: "red", PURPLE: "purple",
+         GREY: "grey", BROWN: "brown", OLIVE: "olive"}  # in report/style.css  # fmt: skip
 FAMILIES = {"gla": BLUE, "gated-deltanet": RED, "mamba2": PURPLE, "transformer": GREY, "linear-attention": GREEN,
             "retnet": SKY, "deltanet": ORANGE, "kda": BROWN, "mesa-30": OLIVE}  # fmt: skip
-OTHERS = ((INK, "--"), (INK, ":"), (INK, "-."), (GREEN, "-."), (SKY, ":"))  # models that are not ours
-Dashes = str | tuple[int, tuple[int, ...]]
-# of variants, which keep the marker of their system, hollow
-ASIDE: tuple[Dashes, ...] = (
+# of rows of a family in turn: its colour itself, nearer to the ink, nearer to the page; and what they are on the page
+MIXED = ((1.0, "ink", 0.0), (0.5, "ink", 0.0), (0.62, "page", 1.0))
+TONES = {
+    colour: [to_hex(tuple(share * x + (1 - share) * other for x in to_rgb(colour))) for share, _, other in MIXED]  # type: ignore[arg-type]
+    for colour in NAMES
+}
+ON_PAGE = {
+    tone: f"color-mix(in srgb, var(--{name}) {share:.0%}, var(--{other}))" if share < 1 else f"var(--{name})"
+    for colour, name in reversed(NAMES.items())  # ink itself last: it has no darker tone
+    for tone, (share, other, _) in reversed(list(zip(TONES[colour], MIXED, strict=True)))
+}
+DASHES: tuple[Any, ...] = (
     (0, (1, 1)), (0, (6, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (5, 2, 2, 2)), (0, (2, 3)), (0, (9, 1, 1, 1)),
 )  # fmt: skip
 STYLE: dict = {
@@ -43,10 +53,9 @@ STYLE: dict = {
     "svg.fonttype": "none",  # text stays text: smaller, and can be searched
     "svg.hashsalt": "ccq",
 }  # fmt: skip
-DPI = 160
 
 Draw = Callable[[Any], None]  # on matplotlib's Axes
-Line = tuple[str, str, Dashes, str]  # label, colour, dashes, marker
+Lines = dict[str, dict[str, Any]]  # label: matplotlib's options of a line
 
 
 @dataclass
@@ -61,77 +70,69 @@ class Figure:
     title: str
     caption: str
     panels: list[Panel]
-    legend: Sequence[Line] = ()
+    legend: Lines = field(default_factory=dict)
     columns: int = 3
     size: tuple[float, float] = (3.4, 2.6)  # of a panel, inches
 
 
-def line_of(row: Identity) -> dict[str, Any]:
-    """One colour a family; dashes and marker tell its systems apart, other dashes and a hollow marker a variant."""
-    picked = sum(map(ord, row.variant or row.system))  # the same on every machine
-    dashes: Dashes
-    if row.system in SYSTEMS:
-        colour, (dashes, marker) = FAMILIES[SYSTEMS[row.system].family], SYSTEMS[row.system].line
-    else:
-        (colour, dashes), marker = OTHERS[picked % len(OTHERS)], "p"
-    if row.variant:
-        dashes = ASIDE[picked % len(ASIDE)]
-    fill = "none" if row.variant else "full"
-    return {"color": colour, "ls": dashes, "marker": marker, "fillstyle": fill, "ms": 4, "lw": 1.6}
+def lines_of(rows: Iterable[Identity]) -> Lines:
+    """One colour a family; the rows of a variant take its tones in turn, and each row dashes that no other has, its
+    system's if they are free. A variant keeps the marker of its system, hollow.
 
-
-def legend_of(rows: Sequence[Identity]) -> list[Line]:
-    """Sizes have panels of their own: a label does not say them."""
-    lines = [(row.label, line_of(row)) for row in sorted(rows, key=lambda row: row.order[1:])]
-    return list(dict.fromkeys((label, line["color"], line["ls"], line["marker"]) for label, line in lines))
+    Sizes have panels of their own: a label does not say them.
+    """
+    lines: Lines = {}
+    used: Counter = Counter()  # tones of a variant, dashes of a family and of a tone
+    for row in sorted({row.label: row for row in rows}.values(), key=lambda row: row.order[1:]):
+        known = SYSTEMS.get(row.system)
+        family, (own, marker) = (known.family, known.line) if known else ("", ("--", "p"))
+        colour = TONES[FAMILIES.get(family, INK)][used[family, row.variant] % len(MIXED)]
+        free = enumerate(DASHES if row.variant else (own, *DASHES))
+        *_, dashes = min((used[colour, each], used[family, each], at, each) for at, each in free)
+        used.update([(family, row.variant), (family, dashes), (colour, dashes)])
+        lines[row.label] = {"color": colour, "ls": dashes, "marker": marker, "ms": 4, "lw": 1.6,
+                            "fillstyle": "none" if row.variant else "full"}  # fmt: skip
+    return lines
 
 
 # -- how a figure is written -------------------------------------------------------------------------------------------
 
 
-def svg(panel: Panel, size: tuple[float, float]) -> str:
-    """One panel as SVG text."""
+def draw(panel: Panel, axes: Any) -> None:
+    panel.draw(axes)
+    axes.set_title(textwrap.fill(panel.title, 44))
+
+
+def svg(panel: Panel, size: tuple[float, float], prefix: str, alt: str) -> str:
+    """One panel as SVG for an HTML page: no prologue, names of its own, colours of the page."""
     with matplotlib.rc_context(STYLE):
         canvas = Canvas(figsize=size, layout=ConstrainedLayoutEngine(), facecolor="none")
         axes = canvas.subplots()
         axes.set_facecolor("none")
-        panel.draw(axes)
-        axes.set_title(textwrap.fill(panel.title, 44))
-        buffer = io.StringIO()
-        canvas.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+        draw(panel, axes)
+    return inline(canvas, prefix, f'role="img" aria-label="{alt}"')
 
 
-def inline(text: str, prefix: str, alt: str) -> str:
-    """SVG for an HTML page: no prologue, names of its own, colours of the page."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+def sample(style: dict[str, Any], prefix: str) -> str:
+    """A line of the legend as a small SVG."""
+    canvas = Canvas(figsize=(0.5, 0.17), facecolor="none")
+    canvas.add_artist(Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1], **style))
+    return inline(canvas, prefix, 'width="36" height="12" aria-hidden="true"')
+
+
+def inline(canvas: Canvas, prefix: str, attributes: str) -> str:
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = buffer.getvalue().partition("<svg")[2]
+    text = re.sub(r'[^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" {attributes}>', text, count=1)
     for name in (r'\bid="', 'href="#', r"url\(#"):
         text = re.sub(f"({name})", rf"\1{prefix}-", text)
-    for colour, name in COLOURS.items():
-        text = re.sub(colour, f"var(--{name})", text, flags=re.IGNORECASE)
+    for colour, name in ON_PAGE.items():
+        text = text.replace(colour, name)
     # what matplotlib leaves black by saying nothing
     text = text.replace('<text style="', '<text style="fill: var(--ink); ')
-    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{alt}">', text)
     return re.sub(r"\n\s*", "\n", text)
-
-
-def sample(line: Line) -> str:
-    """A line of the legend as a small SVG in the colours of the page."""
-    from matplotlib.markers import MarkerStyle
-
-    _, colour, dashes, marker = line
-    named = {"--": (6, 3), ":": (2, 3), "-.": (7, 3, 2, 3), "-": ()}
-    variant = not isinstance(dashes, str)
-    dash = " ".join(map(str, dashes[1] if not isinstance(dashes, str) else named[dashes]))
-    style = MarkerStyle(marker)
-    path: Any = style.get_path().transformed(style.get_transform()).to_polygons(closed_only=False) if marker else []
-    shape = " ".join("M" + "L".join(f"{17 + 7 * x:.1f} {6 - 7 * y:.1f}" for x, y in part) for part in path)
-    return (
-        f'<svg viewBox="0 0 34 12" width="34" height="12" aria-hidden="true" style="color: var(--{COLOURS[colour]})" '
-        f'stroke="currentColor" fill="{"none" if variant or not style.is_filled() else "currentColor"}">'
-        f'<path d="M1 6L33 6" stroke-width="2" stroke-dasharray="{dash or "none"}"/><path d="{shape}"/></svg>'
-    )
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -144,38 +145,37 @@ def save(figure: Figure, path: Path) -> Path:
         canvas = Canvas(figsize=(columns * width, rows * height), layout=ConstrainedLayoutEngine())
         grid = list(canvas.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in zip(grid, figure.panels, strict=False):
-            panel.draw(axes)
-            axes.set_title(textwrap.fill(panel.title, 44))
+            draw(panel, axes)
         for axes in grid[len(figure.panels) :]:
             axes.set_visible(False)
         if figure.legend:
-            lines = [Line2D([], [], color=c, ls=dashes, marker=marker, ms=4,
-                            fillstyle="full" if isinstance(dashes, str) else "none")
-                     for _, c, dashes, marker in figure.legend]  # fmt: skip
-            labels = [entry[0] for entry in figure.legend]
-            for across in range(len(labels), 0, -1):  # as many beside each other as fit
-                legend = canvas.legend(lines, labels, loc="outside lower center", ncols=across)
+            lines = [Line2D([], [], **style | {"ms": 4}) for style in figure.legend.values()]
+            for across in range(len(lines), 0, -1):  # as many beside each other as fit
+                legend = canvas.legend(lines, list(figure.legend), loc="outside lower center", ncols=across)
                 if legend.get_window_extent().width <= canvas.bbox.width or across == 1:
                     break
                 legend.remove()
-            canvas.set_figheight(rows * height + 0.16 * (-(-len(labels) // across) - 1))
-        canvas.savefig(path, dpi=DPI, metadata={"Software": None})
+            canvas.set_figheight(rows * height + 0.16 * (-(-len(lines) // across) - 1))
+        canvas.savefig(path, dpi=160, metadata={"Software": None})
     return path
 
 
 # -- what `ccq analyze` found ------------------------------------------------------------------------------------------
 
 TOP = "16"  # of the numbers of top directions: the paper's
-GROUPS = {  # of tokens: label, colour, dashes
-    "distractor": ("distractors", GREY, "-"),
-    "unique": ("needle, unique tokens", BLUE, "-"),
-    "needle": ("needle, all tokens", SKY, "--"),
-    "planted": ("control: such things, not asked for", RED, "-."),
-    "near": ("control: filler around the needle", GREEN, "-."),
-    "rare": ("control: rare tokens of the filler", ORANGE, ":"),
+GAPS, POOLED = ("unique", "needle", "planted", "near", "rare"), ("distractor", "unique", "planted")
+GROUPS = {  # of tokens
+    "distractor": ("distractors", {"color": GREY, "ls": "-"}),
+    "unique": ("needle, unique tokens", {"color": BLUE, "ls": "-"}),
+    "needle": ("needle, all tokens", {"color": SKY, "ls": "--"}),
+    "planted": ("control: such things, not asked for", {"color": RED, "ls": "-."}),
+    "near": ("control: filler around the needle", {"color": GREEN, "ls": "-."}),
+    "rare": ("control: rare tokens of the filler", {"color": ORANGE, "ls": ":"}),
 }
-PLACES = {"text": (GREY, "-"), "filler": (SKY, "--"), "needle": (GREEN, "--"), "question": (ORANGE, ":"),
-          "retrieval": (RED, "-")}  # fmt: skip
+PLACES: Lines = {
+    "text": {"color": GREY, "ls": "-"}, "filler": {"color": SKY, "ls": "--"}, "needle": {"color": GREEN, "ls": "--"},
+    "question": {"color": ORANGE, "ls": ":"}, "retrieval": {"color": RED, "ls": "-"},
+}  # fmt: skip
 
 
 def of_analysis(result: dict) -> list[Figure]:
@@ -213,17 +213,14 @@ def of_alignment(points: Sequence[tuple[str, dict]]) -> list[Figure]:
     heads = [grid(point["top"][TOP]["unique"]["by_head"]) for _, point in points]
 
     def made(name: str, title: str, caption: str, draw: Callable, groups: Sequence[str] = ()) -> Figure:
-        legend = [(*GROUPS[group], "") for group in groups]
-        return Figure(
-            name, title, caption, [Panel(what, partial(draw, point)) for what, point in points], legend, size=(4.0, 2.9)
-        )
+        panels = [Panel(what, partial(draw, point)) for what, point in points]
+        return Figure(name, title, caption, panels, dict(GROUPS[group] for group in groups), size=(4.0, 2.9))
 
-    groups = ("unique", "needle", "planted", "near", "rare")
     return [
         made("depth", "Gap of alignment, by depth", "Below zero: needle keys lie off the top 16 directions of the key "
-             "covariance, which is what cleaning assumes. Band: deviation between prompts.", depth, groups),
+             "covariance, which is what cleaning assumes. Band: deviation between prompts.", depth, GAPS),
         made("histogram", "Alignment of tokens, all layers pooled", "Share of a key's centred energy in the top 16 "
-             "directions. Dotted: keys without structure.", histogram, ("distractor", "unique", "planted")),
+             "directions. Dotted: keys without structure.", histogram, POOLED),
         Figure("heads", "Gap by layer and head", "Blue: negative, as assumed; red: positive.",
                [Panel(what, partial(heat, table, point["layers"]))
                 for (what, point), table in zip(points, heads, strict=True)],
@@ -252,26 +249,24 @@ def whole(axes: Any) -> None:
 def depth(point: dict, axes: Any) -> None:
     axes.axhline(0, color=INK, lw=0.8)
     part, layers = point["top"][TOP], point["layers"]
-    for group in ("unique", "needle", "planted", "near", "rare"):
+    for group in GAPS:
         if group in part:
-            _, colour, dashes = GROUPS[group]
             gap = numbers(part[group]["by_layer"])
-            axes.plot(layers, gap, color=colour, ls=dashes, marker="o", ms=2.5, lw=1.5)
+            axes.plot(layers, gap, marker="o", ms=2.5, lw=1.5, **GROUPS[group][1])
             if group == "unique":
                 band = numbers(part[group]["deviation_by_layer"])
-                axes.fill_between(layers, gap - band, gap + band, color=colour, alpha=0.15, lw=0)
+                axes.fill_between(layers, gap - band, gap + band, color=BLUE, alpha=0.15, lw=0)
     axes.set(xlabel="layer", ylabel="gap to all distractors")
     whole(axes)
 
 
 def histogram(point: dict, axes: Any) -> None:
     part = point["top"][TOP]
-    for group in ("distractor", "unique", "planted"):
+    for group in POOLED:
         if group in part["histogram"]:
-            _, colour, dashes = GROUPS[group]
             counts = numbers(part["histogram"][group])
             density = counts / max(counts.sum(), 1) * len(counts)
-            axes.stairs(density, np.linspace(0, 1, len(counts) + 1), color=colour, ls=dashes, lw=1.5)
+            axes.stairs(density, np.linspace(0, 1, len(counts) + 1), lw=1.5, **GROUPS[group][1])
     shares = part["of_isotropic_keys"]
     for share in shares if isinstance(shares, list) else [shares]:
         axes.axvline(share, color=INK, ls=":", lw=1)
@@ -320,22 +315,21 @@ def spectrum(point: dict, axes: Any) -> None:
 
 def of_gates(groups: Sequence[tuple[str, list[dict]]], places: Sequence[str]) -> Figure:
     """lam by layer: a panel a model, thin lines its seeds."""
+    legend = {place: PLACES[place] | {"marker": "o", "ms": 3} for place in places}
 
     def draw(seeds: list[dict], axes: Any) -> None:
         layers = seeds[0]["layers"]
-        for place in places:
-            colour, dashes = PLACES[place]
+        for place, style in legend.items():
             means = np.array([[np.mean(heads) for heads in seed["lam"][place]] for seed in seeds])
             if len(seeds) > 1:
-                axes.plot(layers, means.T, color=colour, ls=dashes, lw=0.8, alpha=0.5)
-            axes.plot(layers, means.mean(0), color=colour, ls=dashes, marker="o", ms=3)
+                axes.plot(layers, means.T, lw=0.8, alpha=0.5, **PLACES[place])
+            axes.plot(layers, means.mean(0), **style)
         if len(seeds) == 1 and all(seeds[0].get("of_bias") or [None]):
             axes.plot(layers, [np.mean(row) for row in seeds[0]["of_bias"]], "_", color=INK, ms=9)
         axes.set(xlabel="layer", ylabel="mean lam", ylim=(0, 1.05))
         whole(axes)
 
     caption = "Mean gate over heads; thin: each seed; _ : sigmoid of the bias alone."
-    legend = [(place, *PLACES[place], "o") for place in places]
     panels = [Panel(title, partial(draw, seeds)) for title, seeds in groups]
     return Figure("layers", "How much is cleaned, by layer", caption, panels, legend, size=(4.0, 2.8))
 
@@ -343,10 +337,9 @@ def of_gates(groups: Sequence[tuple[str, list[dict]]], places: Sequence[str]) ->
 def of_angles(result: dict, axes: Any) -> None:
     """The angle between q and q_clean by layer: median and 95%."""
     for place in ("text", "retrieval"):
-        colour, dashes = PLACES[place]
-        angle = result["angle"][place]
-        axes.plot(result["layers"], angle["median"], color=colour, ls=dashes, marker="o", ms=3)
-        axes.fill_between(result["layers"], angle["median"], angle["high"], color=colour, alpha=0.15, lw=0)
+        style, angle = PLACES[place], result["angle"][place]
+        axes.plot(result["layers"], angle["median"], marker="o", ms=3, **style)
+        axes.fill_between(result["layers"], angle["median"], angle["high"], color=style["color"], alpha=0.15, lw=0)
     axes.set(xlabel="layer", ylabel="degrees: median, up to 95%", ylim=(0, None))
     whole(axes)
 

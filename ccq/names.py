@@ -1,9 +1,25 @@
-"""Names, errors and times as people read them."""
+"""Names, errors and times as people read them; and things by what they share."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+Thing = TypeVar("Thing")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[Thing]]:
+    """
+    >>> grouped(["one", "two", "three"], len)
+    {3: ['one', 'two'], 5: ['three']}
+    """
+    groups: dict[Key, list[Thing]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
 
 
 def nearest(name: object, known: tuple[str, ...]) -> str:

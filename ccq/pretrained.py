@@ -104,9 +104,8 @@ def load_tokenizer(name: str) -> Any:
     folder = Path(where, "tokenizer") if is_run(where) else tokenizer_folder(Path(where))
     if is_adapter(where) and not any(folder.glob("*token*")):
         return load_tokenizer(base_of(where))
-    if is_run(where) and not folder.is_dir():
-        raise NoTokenizerError(f"{name} has no tokenizer")
-    if folder.is_dir() and not how and not (any(folder.glob("*token*")) or any(folder.glob("vocab*"))):
+    local = folder.is_dir() or is_run(where)
+    if local and not how and not (any(folder.glob("*token*")) or any(folder.glob("vocab*"))):
         raise NoTokenizerError(f"{name} has no tokenizer")
     try:
         if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():

@@ -26,11 +26,7 @@ PACKAGES = (
 def provenance(command: str | None = None) -> dict:
     """Command, commit, versions, machine, date; `command` where it is not that of this process."""
     versions = {"ccq": ccq.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions |= {name: version for name in PACKAGES if (version := version_of(name)) is not None}
     told = os.environ.get("CCQ_COMMIT", "")  # set where the code travels without git: `git describe --always --dirty`
     commit: str | None
     dirty: bool | None  # None: not known
@@ -73,6 +69,14 @@ def command_of(argv: Sequence[str]) -> str:
     words = [re.sub(r"(^|=)(?:/|~|\.\.)(?:.*/)?([^/]+)/?$", r"\1\2", word) for word in words]
     script = program.endswith(".py") and program != "__main__.py"
     return shlex.join([*(("python", program) if script else ("ccq",)), *words])
+
+
+def version_of(distribution: str) -> str | None:
+    """None where it is not installed; read from its metadata, for importing it could fail or be slow."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cpu() -> str:

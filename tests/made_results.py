@@ -96,6 +96,21 @@ def evaluation(
     return content
 
 
+def trials(
+    root: Path, suite: str, scores: dict[str, dict], seeds=(0, 1, 2), size: str = "nano", variant: str = "", **changes
+) -> None:
+    """An evaluation of each system and seed; `scores`: {system: groups}."""
+    for system, groups in scores.items():
+        for name in (f"{system}-{size}-seed{seed}" for seed in seeds):
+            told = identity(name) | {"variant": variant}
+            evaluation(root / f"{name} {variant}".strip(), suite, groups, name, identity=told, **changes)
+
+
+def rows_in(name: str) -> list[dict]:
+    """Of a committed benchmark."""
+    return json.loads((BENCHMARKS / f"{name}.json").read_text())["rows"]
+
+
 def suites(quality: float) -> dict[str, dict[str, tuple[float, str]]]:
     """Scores of every suite; `quality` from 0 to 1."""
     found: dict = {"lm": {}, "niah": {}, "length": {}, "longbench": {}, "mqar": {}}

@@ -26,6 +26,9 @@ class CCQCache(Cache):
     0
     """
 
+    # `generate` would compile the model and build 4D masks, while decoding has its own graphs; and see `crop`
+    is_compileable = is_croppable = False
+
     def __init__(self) -> None:
         super().__init__(layers=[])  # transformers' own kinds of layers: none of them
         self.states: list[LayerState] = []
@@ -62,14 +65,6 @@ class CCQCache(Cache):
         return bool(self.states)
 
     @property
-    def is_compileable(self) -> bool:
-        return False  # `generate` would compile the model and build 4D masks; decoding has its own graphs
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
-
-    @property
     def rows(self) -> Int[Tensor, " N"]:
         """`lengths` of a cache that is not empty."""
         if self.lengths is None:
@@ -89,7 +84,7 @@ class CCQCache(Cache):
         new.seen = self.seen
         return new
 
-    def _take(self, other: CCQCache) -> None:
+    def take(self, other: CCQCache) -> None:
         self.states, self.lengths, self.seen = other.states, other.lengths, other.seen
 
     def clone(self) -> CCQCache:
@@ -128,22 +123,21 @@ class CCQCache(Cache):
     def make_room(self, mixers: Iterable[Mixer]) -> None:
         """Before a step in place: no buffer is full, none is of a kind that only inference mode may change."""
         if self.rows.is_inference() and not torch.is_inference_mode_enabled():
-            self._take(self.clone())
+            self.take(self.clone())
         for mixer, state in zip(mixers, self.states, strict=True):
             mixer.reserve(state, self.seen + 1)
 
     # what beam search and contrastive search call: they change the cache they are called on
     def reorder_cache(self, beam_idx: Int[Tensor, " M"]) -> None:
-        self._take(self.select(beam_idx))
+        self.take(self.select(beam_idx))
 
-    def batch_select_indices(self, indices: Int[Tensor, " M"]) -> None:
-        self._take(self.select(indices))
+    batch_select_indices = reorder_cache  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._take(self.map(lambda x: x.repeat_interleave(repeats, dim=0)))
+        self.take(self.map(lambda x: x.repeat_interleave(repeats, dim=0)))
 
     def reset(self) -> None:
-        self._take(CCQCache())
+        self.take(CCQCache())
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         raise NotImplementedError(

@@ -20,12 +20,9 @@ from ccq.ops.clean.reference import STEPS
 from ccq.systems import SIZES, SYSTEMS, differing, in_words
 
 CHOICES = {
-    "feature_map": ("identity", "hedgehog"),
-    "normalize": ("unit", "stats"),
-    "covariance_decay": ("none", "backbone", "learned"),
-    "direction": ("covariance", "other head", "mean"),
-    "backend": ("auto", "chunk", "triton"),
-}
+    "feature_map": ("identity", "hedgehog"), "normalize": ("unit", "stats"), "backend": ("auto", "chunk", "triton"),
+    "covariance_decay": ("none", "backbone", "learned"), "direction": ("covariance", "other head", "mean"),
+}  # fmt: skip
 
 # what a saved model brings along for those who do not import ccq, with trust_remote_code=True
 REMOTE = "modeling_ccq"
@@ -104,9 +101,7 @@ class CCQConfig(PretrainedConfig):
     backend: str = "auto"  # of clean_query and of the recurrences
 
     identity: dict | None = None  # what was trained, as ccq.systems.Identity
-    recall: dict | None = (
-        None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs], ...], ...}
-    )
+    recall: dict | None = None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs]]}
 
     def __post_init__(self, **kwargs: Any) -> None:
         known = tuple(field.name for field in fields(self))
@@ -235,12 +230,9 @@ class CCQConfig(PretrainedConfig):
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "an integer"),
-    "float": ((int, float), "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a name"),
-    "dict": (dict, "names and values"),
-}
+    "int": (int, "an integer"), "float": ((int, float), "a number"), "bool": (bool, "True or False"),
+    "str": (str, "a name"), "dict": (dict, "names and values"),
+}  # fmt: skip
 
 
 def _check_kind(name: str, value: object, kind: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import ModelOutput
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ccq.mixers import LayerState, Sequences, make_mixer
 from ccq.mixers.linear import bare, watched
@@ -52,32 +52,25 @@ class Block(GradientCheckpointingLayer):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
+        self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         y, state = self.mixer(self.mixer_norm(x), seqs, state, output_state)
-        return self.rest(x, y), state
+        x, y = self.rest(x, y)
+        return x + y, state
 
     def step(
         self, x: Float[Tensor, "B D"], y: Float[Tensor, "B D"] | None, state: LayerState, positions: Int[Tensor, " B"]
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
         """As `forward` for one token of x + y; x and y of the next block, so that its norm can add them."""
         x, h = (x, self.mixer_norm(x)) if y is None else add_norm(x, y, self.mixer_norm)
-        y = self.mixer.step(h, state, positions)
+        return self.rest(x, self.mixer.step(h, state, positions))
+
+    def rest(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows the y of the mixer; x and y, not added yet."""
         if not hasattr(self, "mlp"):
             return x, y
-        x, h = add_norm(x, y, self.mlp_norm)
-        return x, self.mlp(h)
-
-    def rest(self, x: Tensor, y: Tensor) -> Tensor:
-        """What follows the y of the mixer."""
-        if not hasattr(self, "mlp"):
-            return x + y
         x, y = add_norm(x, y, self.mlp_norm)
-        return x + self.mlp(y)
+        return x, self.mlp(y)
 
 
 class CCQPreTrainedModel(PreTrainedModel):
@@ -92,16 +85,9 @@ class CCQPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # the cache cannot be cropped: transformers then refuses assisted decoding
     # what the mixers keep in fp32 by themselves, once they have it
     _keep_in_fp32_modules_strict = [
-        "gate_weight",
-        "gate_bias",
-        "lam_scale",
-        "lambda_params",
-        "current_key",
-        "decay_logit",
-        "A_log",
-        "dt_bias",
+        "gate_weight", "gate_bias", "lam_scale", "lambda_params", "current_key", "decay_logit", "A_log", "dt_bias",
         "mixer.D",
-    ]
+    ]  # fmt: skip
 
     def __init__(self, config: CCQConfig) -> None:
         config.check()  # values may have been assigned since it was made
@@ -122,19 +108,11 @@ class CCQPreTrainedModel(PreTrainedModel):
             reset()
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        name: Any,
-        *args: Any,
-        output_loading_info: bool = False,
-        ignore_mismatched_sizes: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As transformers has it, but half a model raises: a tensor that is missing, left over or of another shape."""
+        asked = {key: kwargs.get(key, False) for key in ("output_loading_info", "ignore_mismatched_sizes")}
         try:
-            loaded: Any = super().from_pretrained(
-                name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
+            loaded: Any = super().from_pretrained(name, *args, **kwargs | dict.fromkeys(asked, True))
         except Exception as error:
             if type(error).__name__ == "SafetensorError":  # safetensors raises it for a file that is cut off
                 raise OSError(f"{name}: a file of tensors is damaged or cut off ({error})") from error
@@ -142,12 +120,12 @@ class CCQPreTrainedModel(PreTrainedModel):
         model, info = loaded
         wrong = [f"missing {key}" for key in sorted(info["missing_keys"])]
         wrong += [f"unexpected {key}" for key in sorted(info["unexpected_keys"])]
-        if not ignore_mismatched_sizes:
+        if not asked["ignore_mismatched_sizes"]:
             for key, got, expected in sorted(info["mismatched_keys"]):
                 wrong.append(f"{key} expected {tuple(expected)}, got {tuple(got)}")
         if wrong:
             raise ValueError(f"{name}: the tensors are not those of its config: {'; '.join(wrong)}")
-        return loaded if output_loading_info else model
+        return loaded if asked["output_loading_info"] else model
 
 
 class CCQModel(CCQPreTrainedModel):
@@ -163,6 +141,7 @@ class CCQModel(CCQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -172,7 +151,6 @@ class CCQModel(CCQPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
     ) -> Any:
         """Hidden states [B, T, D] after the last norm; zero at padding.
@@ -198,7 +176,7 @@ class CCQModel(CCQPreTrainedModel):
             cache.make_room([layer.mixer for layer in self.blocks()])
             hidden = self.step(x[:, 0], cache.states, cache.rows)[:, None]
             cache.seen += 1
-            return self.output(hidden, cache, None, return_dict)
+            return BaseModelOutputWithPast(hidden, cache)  # type: ignore[arg-type]
 
         layout = arrange(x, attention_mask, cu_seqlens, cache)
         x = layout.pack(x)
@@ -217,7 +195,8 @@ class CCQModel(CCQPreTrainedModel):
         hidden_states.append(hidden)
         if cache is not None:
             cache.follow(new_states, layout.lengths, layout.columns)
-        return self.output(hidden, cache, tuple(hidden_states) if output_hidden_states else None, return_dict)
+        seen: Any = tuple(hidden_states) if output_hidden_states else None
+        return BaseModelOutputWithPast(hidden, cache, seen)  # type: ignore[arg-type]
 
     def blocks(self) -> list[Block]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -270,13 +249,6 @@ class CCQModel(CCQPreTrainedModel):
         cache.check_kinds([layer.mixer.state_kinds for layer in self.blocks()])
         return cache
 
-    def output(
-        self, hidden: Tensor, cache: CCQCache | None, hidden_states: tuple | None, return_dict: bool | None
-    ) -> Any:
-        fields: dict = {"last_hidden_state": hidden, "past_key_values": cache, "hidden_states": hidden_states}
-        out = BaseModelOutputWithPast(**fields)
-        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
-
 
 class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     """The decoder with its head: logits, loss, generate.
@@ -297,6 +269,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         self.post_init()
         self._keys_to_ignore_on_load_unexpected = set()  # transformers takes the model's, but this one has a head
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -310,7 +283,6 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         logits_to_keep: int | Int[Tensor, " P"] | None = None,
         graph_length: int | None = None,
-        return_dict: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
@@ -348,21 +320,12 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             use_cache = False
         logits = None
         if graph_length and not scoring and not output_hidden_states and cu_seqlens is None:
-            logits = self.decode_by_graph(input_ids, attention_mask, past_key_values, graph_length)
+            logits = self.decoding.step(self, input_ids, attention_mask, past_key_values, graph_length)
         if logits is not None:
-            return self.output(CausalLMOutput(logits=logits.clone(), past_key_values=past_key_values), return_dict)
+            return CausalLMOutput(logits=logits.clone(), past_key_values=past_key_values)
 
-        out = self.model(
-            input_ids,
-            attention_mask,
-            past_key_values,
-            inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            cu_seqlens=cu_seqlens,
-            return_dict=True,
-            output_attentions=output_attentions,
-        )
+        out = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+                         cu_seqlens, output_attentions, return_dict=True)  # fmt: skip
         hidden = out.last_hidden_state
         loss = scored = None
         if scoring:
@@ -376,11 +339,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         if logits_to_keep is not None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, kept])
-        result = CausalLMOutput(loss, logits, out.past_key_values, out.hidden_states, scored)
-        return self.output(result, return_dict)
-
-    def output(self, result: CausalLMOutput, return_dict: bool | None) -> Any:
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+        return CausalLMOutput(loss, logits, out.past_key_values, out.hidden_states, scored)
 
     def cross_entropy(
         self, hidden: Float[Tensor, "M D"], targets: Int[Tensor, " M"]
@@ -396,9 +355,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         self,
         labels: Tensor | None,
         targets: Tensor | None,
-        attention_mask: Tensor | None,
+        mask: Tensor | None,
         cu_seqlens: Tensor | None,
-        shape: torch.Size,
+        shape: tuple,
     ) -> Int[Tensor, "B T"]:
         """The token that each position should predict; -100 at padding, before it, and at the end of a sequence."""
         if labels is not None and targets is not None:
@@ -407,14 +366,12 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         assert given is not None
         if given.shape != shape:
             raise ValueError(f"{name}: expected shape {tuple(shape)}, that of the tokens, got {tuple(given.shape)}")
-        mask = None if attention_mask is None else attention_mask[:, -shape[1] :] == 0
+        padding = None if mask is None else mask[:, -shape[1] :] == 0
+        given = given if padding is None else given.masked_fill(padding, IGNORE)
         if labels is None:
-            return given if mask is None else given.masked_fill(mask, IGNORE)
-        if mask is not None:
-            labels = labels.masked_fill(mask, IGNORE)
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-        if mask is not None:
-            targets = targets.masked_fill(mask, IGNORE)
+            return given
+        targets = F.pad(given[:, 1:], (0, 1), value=IGNORE)
+        targets = targets if padding is None else targets.masked_fill(padding, IGNORE)
         if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
             last = cu_seqlens[1:].to(targets.device) - 1
             targets[:, last[last >= 0]] = IGNORE
@@ -425,15 +382,6 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
     ) -> Float[Tensor, "B V"]:
         """The whole of a decode step, from tokens to logits, on fixed memory: what a CUDA graph captures."""
         return self.lm_head(self.model.step(self.model.embed_tokens(tokens), states, lengths))
-
-    def decode_by_graph(
-        self, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, graph_length: int
-    ) -> Float[Tensor, "B 1 V"] | None:
-        """The logits of a decode step that a graph takes, in its memory until the next one; None for any other call."""
-        if ids is None or not isinstance(cache, CCQCache) or not decodes(ids, mask, None, cache):
-            return None
-        logits = self.decoding.step(self, ids[:, 0], cache, graph_length)
-        return None if logits is None else logits[:, None]
 
     # What `generate` of transformers calls.
 
@@ -454,13 +402,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
                 "attention_mask: expected every prompt to end in the last column: pad on the left, and leave none empty"
             )
         kwargs.pop("tokenizer", None)  # for stop_strings and token healing; transformers leaves it among the model's
-        return super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        kwargs["is_first_iteration"] = is_first_iteration
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict) -> None:
         """None: the model counts them."""
@@ -472,15 +416,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = CCQCache()  # transformers wants it before the first chunk
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
 
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **arguments: Any,
+    def _sample(  # type: ignore[override]
+        self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **arguments: Any
     ) -> Any:
         """Greedy decoding and sampling, through a CUDA graph and our own loop where there is CUDA."""
         arguments.pop("tokenizer", None)
@@ -490,8 +427,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             arguments["graph_length"] = generation_config.max_length
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
         try:
-            if sampling.applies(self, generation_config, synced_gpus, arguments):
-                return sampling.sample(self, *given, streamer=streamer, **arguments)
-            return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **arguments)  # type: ignore[misc]
+            if sampling.applies(self, generation_config, arguments):
+                return sampling.sample(self, *given, **arguments)
+            return super()._sample(*given, **arguments)  # type: ignore[misc]
         finally:
             self.decoding.release()

@@ -11,11 +11,8 @@ from typing import Any
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq generate", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a shipped model, folder of a checkpoint with its tokenizer, or a name on the Hub",
-    )
+    where = "a shipped model, folder of a checkpoint with its tokenizer, or a name on the Hub"
+    parser.add_argument("model", metavar="MODEL", help=where)
     parser.add_argument("--prompt", required=True, help="the text to go on from")
     parser.add_argument("--tokens", type=int, default=100, help="how many to add at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
@@ -63,21 +60,14 @@ def main(argv: Sequence[str]) -> int:
         settings |= {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": 0}
     end = model.generation_config.eos_token_id
     end = tokenizer.eos_token_id if end is None else end
-    padding = (
-        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
-    )
+    known = (tokenizer.pad_token_id, end[0] if isinstance(end, list) else end, 0)
+    settings |= {"eos_token_id": end, "pad_token_id": next(token for token in known if token is not None)}
+    settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     print(arguments.prompt, end="", flush=True)
     begin = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=arguments.tokens,
-        eos_token_id=end,
-        pad_token_id=padding if padding is not None else 0,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **settings,
-    )
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=arguments.tokens, **settings)
     seconds = time.perf_counter() - begin
     added = output.shape[1] - ids.shape[1]
     print(f"{added} tokens in {seconds:.1f} s on {device}: {added / seconds:.0f} a second", file=sys.stderr)

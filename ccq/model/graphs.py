@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ccq.mixers.linear import watched
+from ccq.model.cache import CCQCache
+from ccq.model.packing import decodes
 from ccq.ops.choose import BackendFallbackWarning
 
 if TYPE_CHECKING:
-    from ccq.model.cache import CCQCache
     from ccq.model.decoder import CCQForCausalLM
 
 DEVICES = {"cuda"}  # where decoding goes through a graph; a test adds "cpu"
@@ -50,9 +51,6 @@ class DecodeGraph:
             self.lengths = torch.zeros_like(self.tokens)
             self.states = [mixer.new_state(batch, model.device, model.dtype, self.room) for mixer in mixers]
             self.run = capture(lambda: model.decode(self.tokens, self.states, self.lengths), model.device)
-
-    def fits(self, model: CCQForCausalLM, batch: int, max_length: int) -> bool:
-        return self.key == identity(model, batch) and self.has_room(max_length)
 
     def has_room(self, length: int) -> bool:
         return not self.grows or length <= self.room
@@ -87,14 +85,17 @@ class Decoding:
         return self.graph is not None and cache.states is self.graph.states
 
     def step(
-        self, model: CCQForCausalLM, tokens: Int[Tensor, " B"], cache: CCQCache, max_length: int
-    ) -> Float[Tensor, "B V"] | None:
-        """The logits after one more token of each sequence of `cache`, by the graph; None where there can be none."""
+        self, model: CCQForCausalLM, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, max_length: int
+    ) -> Float[Tensor, "B 1 V"] | None:
+        """The logits of a decode step, in the graph's memory until the next one; None for any other call, and where
+        there can be no graph."""
+        if ids is None or not isinstance(cache, CCQCache) or not decodes(ids, mask, None, cache):
+            return None
         graph = self.graph_for(model, cache, max(max_length, cache.seen + 1))
         if graph is None:
             return None
         cache.seen += 1
-        return graph(tokens)
+        return graph(ids[:, 0])[:, None]
 
     def graph_for(self, model: CCQForCausalLM, cache: CCQCache, max_length: int) -> DecodeGraph | None:
         """The graph with `cache` in it, captured unless there is one that fits."""
@@ -102,21 +103,18 @@ class Decoding:
             if self.graph.has_room(cache.seen + 1):
                 return self.graph
             self.detach()
-        if self.thread not in (None, threading.get_ident()):
-            return None  # another thread decodes with it
-        if self.failed or refusal(model) is not None:
+        busy = self.thread not in (None, threading.get_ident())  # another thread decodes with it
+        if busy or self.failed or refusal(model) is not None:
             return None
         self.detach()
-        if self.graph is None or not self.graph.fits(model, cache.batch_size, max_length):
+        key = identity(model, cache.batch_size)
+        if self.graph is None or self.graph.key != key or not self.graph.has_room(max_length):
             self.graph = None  # its memory first
             try:
                 self.graph = DecodeGraph(model, cache.batch_size, max_length)
             except RuntimeError as error:
-                warnings.warn(
-                    f"decoding runs without a CUDA graph, several times slower at small batches: {error}",
-                    BackendFallbackWarning,
-                    stacklevel=2,
-                )
+                slower = f"decoding runs without a CUDA graph, several times slower at small batches: {error}"
+                warnings.warn(slower, BackendFallbackWarning, stacklevel=2)
                 self.failed = True
                 return None
         self.graph.load(cache)
@@ -127,8 +125,7 @@ class Decoding:
         """Give the cache whose states the buffers are, if it still exists, states of its own."""
         cache = None if self.cache is None else self.cache()
         if cache is not None and self.holds(cache):
-            own = cache.clone()
-            cache.states, cache.lengths = own.states, own.lengths
+            cache.take(cache.clone())
         self.cache = self.thread = None
 
     def release(self) -> None:

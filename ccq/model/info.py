@@ -83,10 +83,8 @@ def activations(model: CCQForCausalLM) -> int:
     total = hidden
     for layer in model.model.blocks():
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-        read = max(
-            (m.in_features for m in layer.mixer.modules() if isinstance(m, nn.Linear) and m.out_features == hidden),
-            default=0,
-        )
+        mixing = [module for module in layer.mixer.modules() if isinstance(module, nn.Linear)]
+        read = max((linear.in_features for linear in mixing if linear.out_features == hidden), default=0)
         norms = 1 if model.config.intermediate_size is None else 2
         cleaners = [module for module in layer.modules() if isinstance(module, QueryCleaner) and module.clean]
         unit_keys = sum(cleaner.heads * cleaner.features for cleaner in cleaners)
@@ -96,12 +94,8 @@ def activations(model: CCQForCausalLM) -> int:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq info", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "names",
-        nargs="+",
-        metavar="PRESET",
-        help="such as ccq-gla-1.3b, or a model: one that ships, a folder of one, a run, one of the Hub",
-    )
+    what = "such as ccq-gla-1.3b, or a model: one that ships, a folder of one, a run, one of the Hub"
+    parser.add_argument("names", nargs="+", metavar="PRESET", help=what)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in training (default: %(default)s)")
     arguments = parser.parse_args(argv)

@@ -84,7 +84,14 @@ def arrange(
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("attention_mask: expected none beside cu_seqlens: packed sequences have no padding")
-        longest = columns = longest_of(cu_seqlens, batch, tokens)
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
+            got = f"{cu_seqlens.dtype} of {tuple(cu_seqlens.shape)}"
+            raise ValueError(f"cu_seqlens: expected integers of shape [N + 1], got {got}")
+        if batch != 1:
+            raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
+        values = cu_seqlens.tolist()  # looks at them: once a batch, and for all layers
+        check_borders(values, tokens)
+        longest = columns = max(end - begin for begin, end in pairwise(values))
         borders = cu_seqlens.to(x.device, torch.int64)
         count = borders.shape[0] - 1
     elif mask is not None:
@@ -103,19 +110,6 @@ def arrange(
         row = torch.searchsorted(borders, index, right=True) - 1
         positions = (index - borders[row] + (0 if past is None else past[row]))[None]
     return Layout(Sequences(count, borders, positions, longest), (batch, tokens), lengths, columns, real)
-
-
-def longest_of(cu_seqlens: Tensor, batch: int, tokens: int) -> int:
-    """The longest of the packed sequences. Looks at the values: once a batch, and for all layers."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens: expected integers of shape [N + 1], got {cu_seqlens.dtype} of {tuple(cu_seqlens.shape)}"
-        )
-    if batch != 1:
-        raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
-    borders = cu_seqlens.tolist()
-    check_borders(borders, tokens)
-    return max(end - begin for begin, end in pairwise(borders))
 
 
 def borders_of(

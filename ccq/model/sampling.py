@@ -23,34 +23,25 @@ if TYPE_CHECKING:
     from ccq.model.cache import CCQCache
     from ccq.model.decoder import CCQForCausalLM
 
-# the arguments of the model that this loop knows what to do with
-KNOWN = {"attention_mask", "graph_length", "logits_to_keep", "use_cache"}
+# the arguments that this loop knows what to do with
+KNOWN = {"attention_mask", "graph_length", "logits_to_keep", "use_cache", "streamer", "synced_gpus"}
 
 
-def applies(model: CCQForCausalLM, settings: Any, synced_gpus: bool, arguments: dict) -> bool:
+def applies(model: CCQForCausalLM, settings: Any, arguments: dict) -> bool:
     """Whether `sample` gives what transformers' loop would; anything unusual is left to that."""
-    return (
-        arguments.keys() <= KNOWN
-        and bool(arguments.get("use_cache"))
-        and bool(arguments.get("graph_length"))
-        and not synced_gpus
-        and not settings.return_dict_in_generate  # the cache would be part of it
-        and not settings.is_assistant
-        and settings.prefill_chunk_size is None
-        and refusal(model) is None
-    )
+    # what a call returns beside the tokens would have the cache in it
+    unusual = settings.return_dict_in_generate or settings.is_assistant or settings.prefill_chunk_size is not None
+    if unusual or arguments.get("synced_gpus") or not arguments.keys() <= KNOWN:
+        return False
+    return bool(arguments.get("use_cache") and arguments.get("graph_length")) and refusal(model) is None
 
 
 def sample(
-    model: CCQForCausalLM,
-    ids: Int[Tensor, "B T"],
-    processors: Any,
-    criteria: Any,
-    settings: Any,
-    streamer: Any = None,
-    **arguments: Any,
+    model: CCQForCausalLM, ids: Int[Tensor, "B T"], processors: Any, criteria: Any, settings: Any, **arguments: Any
 ) -> Int[Tensor, "B T2"]:
     """`GenerationMixin._sample` for the calls that `applies` takes."""
+    streamer = arguments.pop("streamer", None)
+    arguments.pop("synced_gpus", None)
     first = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **arguments), return_dict=True)
     cache, logits = first.past_key_values, first.logits[:, -1]
     del first
@@ -83,7 +74,7 @@ def sample(
 
 def step(model: CCQForCausalLM, tokens: Int[Tensor, " B"], cache: CCQCache, graph_length: int) -> Float[Tensor, "B V"]:
     """The logits after `tokens`, in memory that the next step may write over."""
-    logits = model.decode_by_graph(tokens[:, None], None, cache, graph_length)
+    logits = model.decoding.step(model, tokens[:, None], None, cache, graph_length)
     if logits is None:  # another thread has the graph, or it cannot be captured
         logits = model(tokens[:, None], past_key_values=cache, return_dict=True).logits
     return logits[:, -1]

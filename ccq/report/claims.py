@@ -8,7 +8,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
@@ -18,18 +17,16 @@ from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper
 from ccq.report.results import (
     SEEDS,
-    VALID,
     Interval,
     Results,
     asked_otherwise,
     distinct,
     mean,
     mean_bounds,
-    seed_differences,
     seed_interval,
     settings_like,
 )
-from ccq.report.table import change, plural, scale_label, signed
+from ccq.report.table import change, plural, scale_label, signed, trained_as
 from ccq.systems import SIZES, SYSTEMS, Identity
 
 HOLDS, FAILS, FEW, UNTESTABLE, NOT_RUN = "supported", "not supported", "undecided", "not testable here", "not run"
@@ -57,10 +54,6 @@ class Verdict:
         return f"{self.verdict} (needs {self.needs} seeds)" if self.verdict == FEW and self.needs else self.verdict
 
     @property
-    def quality(self) -> bool:
-        return self.claim["kind"] == "score"
-
-    @property
     def why(self) -> str:
         """The detail, and what testing many claims does to one that its interval decides."""
         if self.chance is None or self.chance > 0.05:
@@ -70,8 +63,28 @@ class Verdict:
 
 
 @functools.cache
-def load(path: Path = HERE / "claims.toml") -> tuple[dict, ...]:
-    return tuple(tomllib.loads(path.read_text())["claims"])
+def read() -> dict[str, list]:
+    return tomllib.loads((HERE / "claims.toml").read_text())
+
+
+def load() -> list[dict]:
+    """One by one: those about scores stand in lists, with what they share."""
+    found = []
+    for entry in read()["claims"]:
+        shared = {name: value for name, value in entry.items() if name != "scores"}
+        for says, system, control, *headline in entry.get("scores", ()):
+            one = {"kind": "score", "says": says, "system": system, "control": control, "headline": bool(headline)}
+            found.append(shared | one)
+        found += [] if "scores" in entry else [entry]
+    return found
+
+
+def rules() -> list[str]:
+    """By what a claim is judged, in words."""
+    from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
+
+    told = {"least": LEAST, "most": MOST, "gap": LEAST_GAP, "gate": LEAST_GATE, "from": SWITCHED_FROM}
+    return [note.format(**told) for note in read()["notes"]]
 
 
 def judge(found: Collection, results: Results, paper: Paper) -> list[Verdict]:
@@ -122,8 +135,8 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
     else:
         where, better = claim["where"], claim["better"]
     rows = [row for row in results.rows(*(place.partition(":")[0] for place in where)) if row.system == claim["system"]]
-    pairings = [Pairing(results, row, Identity(claim["control"], row.variant, row.size), where) for row in rows]
-    pairings = [pairing for pairing in pairings if pairing.differences]
+    pairs = [Pairing(results, row, Identity(claim["control"], row.variant, row.size), where) for row in rows]
+    pairings = [pairing for pairing in pairs if pairing.differences]
     if not pairings:
         return Verdict(NOT_RUN, f"takes {SYSTEMS[claim['system']].label} and {SYSTEMS[claim['control']].label}")
     fit = [pairing for pairing in pairings if pairing.row.size in claim.get("scales", [pairing.row.size])]
@@ -138,10 +151,7 @@ def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Ver
         return Verdict(UNTESTABLE, limit + chosen.quick, str(chosen), chosen.sources)
     if claim.get("every"):
         return every(chosen, better)
-    verdict, detail = decide(chosen.differences, better, LEAST[better])
-    p = chance(chosen.differences) if len(chosen.differences) >= SEEDS else None
-    needs = needed(chosen.differences, better, LEAST[better])
-    return Verdict(verdict, detail + chosen.quick, str(chosen), chosen.sources, chance=p, needs=needs)
+    return tested(chosen, [chosen.differences], better, *decide(chosen.differences, better, LEAST[better]), str(chosen))
 
 
 def every(chosen: Pairing, better: str) -> Verdict:
@@ -158,12 +168,17 @@ def every(chosen: Pairing, better: str) -> Verdict:
     else:
         verdict = FAILS if counts[FAILS] else HOLDS if counts[HOLDS] == len(pairs) else FEW
     detail = f"one by one: {', '.join(f'{v} on {counts[v]}' for v in (HOLDS, FAILS, FEW) if counts[v])}"
-    # all must be told from zero, so the weakest counts
+    return tested(chosen, pairs, better, verdict, detail, ours)
+
+
+def tested(
+    chosen: Pairing, pairs: Sequence[Sequence[float]], better: str, verdict: str, detail: str, ours: str
+) -> Verdict:
+    """With p, and the seeds that it needs: all pairs must be told from zero, so the weakest counts."""
     p = max(map(chance, pairs)) if min(map(len, pairs)) >= SEEDS else None
     needs = [needed(differences, better, LEAST[better]) for differences in pairs]
-    return Verdict(
-        verdict, detail + chosen.quick, ours, chosen.sources, chance=p, needs=max(needs) if all(needs) else 0
-    )
+    told = detail + chosen.quick
+    return Verdict(verdict, told, ours, chosen.sources, chance=p, needs=max(needs) if all(needs) else 0)
 
 
 def within(bounds: list[Interval | None]) -> str:
@@ -174,29 +189,19 @@ def within(bounds: list[Interval | None]) -> str:
     return f"intervals over seeds within {interval((min(low for low, _ in known), max(high for _, high in known)))}"
 
 
-def nothing_or_all(values: list[float]) -> str:
-    """Why shares of right answers, in percent, say nothing of two systems: neither has any, or both have all."""
-    if values and max(values) < LEAST["higher"]:
-        return "no run of either gets any right at this size"
-    return "every run of both gets all right" if values and min(values) > 100 - LEAST["higher"] else ""
-
-
 class Pairing:
     """Two rows of one size in some scores: the difference of each seed that both have, a mean over the scores."""
 
     def __init__(self, results: Results, row: Identity, control: Identity, where: list[str]) -> None:
-        self.row, self.where = row, where
+        self.row, self.where, self.where_trained = row, where, trained_as(row)
         both = {place: (results.estimate(row, place), results.estimate(control, place)) for place in where}
-        self.estimates = {place: (one, two) for place, (one, two) in both.items() if one and two}
-        self.known = {place: found for place, pair in self.estimates.items() if (found := seed_differences(*pair))}
-        self.estimates = {place: self.estimates[place] for place in self.known}
+        self.estimates = {place: (one, two) for place, (one, two) in both.items()
+                          if one and two and one.by_seed.keys() & two.by_seed.keys()}  # fmt: skip
+        self.known = {place: {seed: x - two.by_seed[seed] for seed, x in one.by_seed.items() if seed in two.by_seed}
+                      for place, (one, two) in self.estimates.items()}  # fmt: skip
         tables = list(self.known.values())
         self.seeds = [seed for seed in tables[0] if all(seed in table for table in tables)] if tables else []
         self.differences = [mean(table[seed] for table in tables) for seed in self.seeds]
-
-    @property
-    def where_trained(self) -> str:
-        return ", ".join(filter(None, (scale_label(self.row.size) or "unknown size", self.row.variant)))
 
     @property
     def tokens(self) -> int:
@@ -210,7 +215,9 @@ class Pairing:
             if one.tokens is not None and two.tokens is not None and one.tokens != two.tokens:
                 return f"trained for {one.tokens:,} against {two.tokens:,} tokens"
         values = [value for both in self.estimates.values() for estimate in both for value in estimate.values]
-        return nothing_or_all(values) if better == "higher" else ""
+        if better == "higher" and max(values) < LEAST["higher"]:  # shares of right answers, in percent
+            return "no run of either gets any right at this size"
+        return "every run of both gets all right" if better == "higher" and min(values) > 100 - LEAST["higher"] else ""
 
     @property
     def sources(self) -> list[Source]:
@@ -243,7 +250,7 @@ class Pairing:
             middle, half = mean(self.differences), math.hypot(*((high - low) / 2 for low, high in bounds))
             return middle - half, middle + half
         seeds = []
-        for seed in self.seeds if where != VALID else ():  # of which no samples are kept
+        for seed in self.seeds:
             tried = [sample_difference(control.source, record.source, where.partition(":")[2])
                      for control in two.of_seeds[seed] for record in one.of_seeds[seed]]  # fmt: skip
             found = [bounds for bounds in tried if bounds is not None]
@@ -255,8 +262,8 @@ class Pairing:
 
 def sample_difference(control: Source, source: Source, pattern: str) -> Interval | None:
     """95% interval of source - control over the test samples that both have; None where they were not kept."""
-    group = settings_like(source.content["scores"], pattern)[0]
     try:
+        group = settings_like(source.content["scores"], pattern)[0]
         tables = [samples_of(each.path, each.content) for each in (control, source)]
         found = difference(group, source.content["scores"][group], *tables)
     except (EvaluationError, LookupError, ValueError, TypeError):

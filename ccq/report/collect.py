@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ccq.files import read_text, stored
-from ccq.report.table import scale_label
+from ccq.names import grouped
+from ccq.report.table import scale_label, trained_as
 from ccq.systems import UNCHANGED, Identity
 
 # folders that hold no results
@@ -37,6 +38,8 @@ BENCHES = {
     "train": {"system", "tokens_per_second", "peak_gib"},
     "eval": {"system", "suite", "samples_per_second"},
 }
+# ... or what it has itself
+GOALS = {"operator-cpu": {"timings", "goals", "versions"}, "data-prepare": {"measurements", "goals", "versions"}}
 # what JSON that is not what it should be raises when it is read
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -126,8 +129,8 @@ class Source:
     @property
     def told(self) -> str:
         """One line for a hover."""
-        seed = [] if self.seed is None else [f"seed {self.seed}"]
-        return "; ".join([self.name, *seed, f"commit {self.commit}", self.hardware, self.date])
+        seed = "" if self.seed is None else f"seed {self.seed}; "
+        return f"{self.name}; {seed}commit {self.commit}; {self.hardware}; {self.date}"
 
     @property
     def date(self) -> str:
@@ -185,18 +188,12 @@ class Collection:
     def notices(self) -> list[str]:
         """What a reader must know before comparing: damage, unfinished runs, mixed versions, quick looks."""
         notes = [*self.told, *self.problems, *self.unfinished]
-        kinds: dict[tuple, list[str]] = {}
-        asked: dict[tuple[str, str], set] = {}  # models of one size are compared
-        for s in self.of("eval"):
-            if s.content.get("quick_look"):
-                kinds.setdefault((s.detail, s.content.get("limit")), []).append(s.name)
-            asked.setdefault((s.detail, s.identity.size), set()).add(s.content["samples"].get("hash"))
-        if kinds:
-            told = [
-                f"{names[0] if len(names) == 1 else f'{suite} of {len(names)} models'} (first {limit})"
-                for (suite, limit), names in kinds.items()
-            ]
-            notes.append(f"Quick looks, not whole suites: {', '.join(told)}.")
+        quick = grouped((s for s in self.of("eval") if s.content.get("quick_look")),
+                        lambda s: (s.detail, s.content.get("limit")))  # fmt: skip
+        looks = [f"{of[0].name if len(of) == 1 else f'{suite} of {len(of)} models'} (first {limit})"
+                 for (suite, limit), of in quick.items()]  # fmt: skip
+        if looks:
+            notes.append(f"Quick looks, not whole suites: {', '.join(looks)}.")
         notes += self.needle_notes()
         origins = [origin for s in self.sources for origin in s.everywhere]
         commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
@@ -209,7 +206,9 @@ class Collection:
         changed = [s.name for s in self.sources if any(o.get("dirty") for o in s.everywhere)]
         if changed:
             notes.append(f"Made from a working tree with changes that are not committed: {', '.join(changed)}.")
-        for suite in dict.fromkeys(suite for (suite, _), hashes in asked.items() if len(hashes) > 1):
+        asked = grouped(self.of("eval"), lambda s: (s.detail, s.identity.size))  # models of one size are compared
+        unlike = [suite for (suite, _), of in asked.items() if len({s.content["samples"].get("hash") for s in of}) > 1]
+        for suite in dict.fromkeys(unlike):
             notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
         return notes
 
@@ -224,29 +223,25 @@ class Collection:
                 f"Needles asked for{who} have keys and values that needle documents of training never hold (`--keys "
                 "odd`): not all that RULER draws."
             )
-        shares: dict[str, list[str]] = {}
-        for s in asked:
-            known = "the training text has no needle documents"
-            if s.identity.needles is None:
-                known = "how much of the training text is needle documents is not recorded"
-            elif s.identity.needles:
-                known = f"{s.identity.needles:.0%} of the training tokens are needle documents; the paper names none"
-            who = ", ".join(filter(None, (scale_label(s.identity.size) or "unknown size", s.identity.variant)))
-            shares.setdefault(known, []).append(who)
         if odd or any(s.identity.needles for s in asked):
-            notes += [f"Needles at {'; '.join(dict.fromkeys(who))}: {known}." for known, who in shares.items()]
+            for share, of in grouped(asked, lambda s: s.identity.needles and round(s.identity.needles, 2)).items():
+                known = "the training text has no needle documents"
+                if share is None:
+                    known = "how much of the training text is needle documents is not recorded"
+                elif share:
+                    known = f"{share:.0%} of the training tokens are needle documents; the paper names none"
+                notes.append(f"Needles at {'; '.join(dict.fromkeys(trained_as(s.identity) for s in of))}: {known}.")
         return notes
 
 
 def collect(paths: Sequence[Path]) -> Collection:
     """All results under `paths`, each once, numbered in a fixed order."""
     found = Collection()
-    seen: set[Path] = set()
-    for path in paths:
-        for file in files(path):
-            if (real := file.resolve()) not in seen:
-                seen.add(real)
-                take(file, found)
+    unique: dict[Path, Path] = {}
+    for file in (file for path in paths for file in files(path)):
+        unique.setdefault(file.resolve(), file)
+    for file in unique.values():
+        take(file, found)
     runs = found.of("run")
     for source in found.sources:
         source.run = next((run for run in runs if run.path in source.path.parents), None)
@@ -267,7 +262,7 @@ def files(path: Path) -> Iterator[Path]:
         return
     for below in sorted(path.iterdir()):
         if below.is_dir() and below.name == "responses":
-            yield from (answers for answers in sorted(below.glob("*.jsonl")))
+            yield from sorted(below.glob("*.jsonl"))
         elif below.is_dir() and below.name not in SKIP and not below.name.startswith("."):
             yield from files(below)
         elif below.is_file() and below.suffix == ".json":
@@ -285,24 +280,18 @@ def take(file: Path, found: Collection) -> None:
             found.unfinished.append(f"{file.stem} of {out} is not finished: {max(0, answers - 1)} answers, no scores.")
         return
     try:
-        if file.stat().st_size > LARGEST:
-            found.ignored.append(short)
-            return
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text()) if file.stat().st_size <= LARGEST else None
     except (OSError, ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         found.problems.append(f"{short} is damaged and left out: {str(error).splitlines()[0]}.")
         return
     try:
         source = recognise(file, content, found)
-        if source is not None and changed(source):
-            return
+        if source is None:
+            found.ignored.append(short)
+        elif not changed(source):
+            found.sources.append(source)
     except DAMAGE as error:
         found.problems.append(f"{short} lacks what it should have and is left out: {type(error).__name__} {error}.")
-        return
-    if source is None:
-        found.ignored.append(short)
-    else:
-        found.sources.append(source)
 
 
 def changed(source: Source) -> bool:
@@ -331,16 +320,10 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         return Source("sweep", content["kind"].removesuffix("_sweep"), file, content, origins=[content["provenance"]])
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
-    kinds = {kind: keys for kind, keys in BENCHES.items() if isinstance(content.get("rows"), list) and content["rows"]}
-    for kind, keys in kinds.items():
-        if "versions" in content and all(keys <= row.keys() for row in content["rows"]):
-            for row in content["rows"]:  # older files have the name of the recipe
-                row |= {"system": row["system"].replace("_", "-")} if "system" in row else {}
-            return Source("bench", kind, file, content)
-    for kind, key in (("operator-cpu", "timings"), ("data-prepare", "measurements")):
-        if {key, "goals", "versions"} <= content.keys():
-            return Source("bench", kind, file, content)
-    return None
+    rows = content["rows"] if isinstance(content.get("rows"), list) and "versions" in content else []
+    kinds = [kind for kind, keys in BENCHES.items() if rows and all(keys <= row.keys() for row in rows)]
+    kinds += [kind for kind, keys in GOALS.items() if keys <= content.keys()]
+    return Source("bench", kinds[0], file, content) if kinds else None
 
 
 def identity_of(file: Path, content: dict, found: Collection) -> Identity:

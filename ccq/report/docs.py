@@ -16,13 +16,13 @@ from pathlib import Path
 from ccq.figures import save
 from ccq.names import nearest
 from ccq.report.page import MARK, Page, markdown_words, short_rows
+from ccq.report.paper import HERE
 from ccq.report.table import SMALL, Table
 
 WHOLE = "results"
 PLACE = re.compile(r"(<!-- ccq report: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /ccq report -->)", re.DOTALL)
-# tables that the page has only where there are results for them
-OPTIONAL = ("runs", "repeats", "op", "lengths", "decode-op", "evaluation", "goals", "gap", "control", "margin",
-            "intervene", "recall", "mad", "mqar", "mqar-slices")  # fmt: skip
+# tables of the page, which has most only where there are results for them
+TABLES = re.findall(r"""tables(?:\.|\[")([\w-]+)""", (HERE / "templates" / "page.j2").read_text(encoding="utf-8"))
 
 
 class DocsError(ValueError):
@@ -33,15 +33,14 @@ def filled(text: str, page: Page) -> str:
     """`text` with each marked place filled from the page; nothing else changes."""
 
     def fill(place: re.Match) -> str:
-        name = place["name"]
+        name, known = place["name"], (WHOLE, *dict.fromkeys(TABLES))
         if name == WHOLE:
             content = page.markdown(whole=False)
         elif name in page.tables:
             content = short(name, page)
-        elif name in OPTIONAL:
+        elif name in known:
             content = "Not run."
         else:
-            known = (WHOLE, *dict.fromkeys((*page.tables, *OPTIONAL)))
             raise DocsError(f"ccq report: {name}: no such table.{nearest(name, known)} There are: {', '.join(known)}.")
         return f"{place[1]}{content}\n{place[4]}"
 

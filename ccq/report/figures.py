@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ccq.analysis.claims import text_of_gate
 from ccq.bench.tables import CLEANED, MEASURES
-from ccq.figures import (
-    BLUE,
-    GREY,
-    Draw,
-    Figure,
-    Panel,
-    legend_of,
-    line_of,
-    of_alignment,
-    of_gates,
-)
+from ccq.figures import BLUE, GREY, Figure, Lines, Panel, lines_of, of_alignment, of_gates
+from ccq.names import grouped
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
 from ccq.report.table import scale_label, tokens_label
+from ccq.report.tables import trained
 from ccq.systems import SYSTEMS, Identity
 
 BAND = "the 95% interval over seeds where there are three, else over test samples."
 CORPORA = {
-    "govreport": "GovReport",
-    "qmsum": "QMSum",
-    "narrativeqa": "NarrativeQA",
-    "qasper": "Qasper",
-    "pg19": "PG19",
-    "code": "code (for CodeParrot)",
-    "elife": "eLife (not in the paper)",
-    "book": "Dubliners (not in the paper)",
-}
-NEEDLES = {
-    "niah_single_1": "S-NIAH-1: pass-key",
-    "niah_single_2": "S-NIAH-2: number",
-    "niah_single_3": "S-NIAH-3: uuid",
-    "niah_book": "number in a book (not RULER's)",
-}
+    "govreport": "GovReport", "qmsum": "QMSum", "narrativeqa": "NarrativeQA", "qasper": "Qasper", "pg19": "PG19",
+    "code": "code (for CodeParrot)", "elife": "eLife (not in the paper)", "book": "Dubliners (not in the paper)",
+}  # fmt: skip
+NEEDLES = {"niah_single_1": "S-NIAH-1: pass-key", "niah_single_2": "S-NIAH-2: number",
+           "niah_single_3": "S-NIAH-3: uuid", "niah_book": "number in a book (not RULER's)"}  # fmt: skip
 
 
 def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figure]:
     """All that there is anything to draw for, by name."""
     made = [perplexity(results), needles(results), recall(results), cost(found), extrapolation(results),
             training(found, results), *diagnostics(found, paper), gates(found, paper)]  # fmt: skip
-    return {figure.name: figure for figure in made if figure is not None}
+    return {figure.name: figure for figure in made if figure is not None and figure.panels}
 
 
 # -- one a question ----------------------------------------------------------------------------------------------------
@@ -61,7 +44,7 @@ def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figu
 def dots(axes: Any, points: Sequence[tuple[Identity, Estimate]], xlabel: str) -> None:
     """A row a system: its value, and the interval."""
     for y, (row, estimate) in enumerate(reversed(points)):
-        style = line_of(row) | {"ls": "", "ms": 6}
+        style = lines_of([row])[row.label] | {"ls": "", "ms": 6}
         if bounds := estimate.over_seeds or estimate.over_samples:
             axes.plot(bounds, [y, y], color=style["color"], lw=2, alpha=0.5)
         axes.plot([estimate.value], [y], **style)
@@ -76,7 +59,7 @@ def of_rows(results: Results, where: str, xlabel: str) -> list[Panel]:
     for size, rows in by_size(results.rows(where.partition(":")[0])).items():
         points = [(row, estimate) for row in rows if (estimate := results.estimate(row, where))]
         if points:
-            panels.append(Panel(scale_label(size), functools.partial(dots, points=points, xlabel=xlabel)))
+            panels.append(Panel(scale_label(size), partial(dots, points=points, xlabel=xlabel)))
     return panels
 
 
@@ -87,128 +70,114 @@ def height(results: Results, *suites: str) -> float:
     )
 
 
-def perplexity(results: Results) -> Figure | None:
+def perplexity(results: Results) -> Figure:
     panels = of_rows(results, VALID, "validation perplexity")
     caption = "At the end of training; lower is better. Bars: the 95% interval over seeds where there are three."
-    size = (4.2, height(results, "valid"))
-    return Figure("perplexity", "Perplexity", caption, panels, columns=2, size=size) if panels else None
+    return Figure("perplexity", "Perplexity", caption, panels, columns=2, size=(4.2, height(results, "valid")))
 
 
-def recall(results: Results) -> Figure | None:
+def recall(results: Results) -> Figure:
     """Of what `ccq sweep` trained, and of what `ccq eval` asked."""
     answered = "queries answered, %"
     panels = [*of_rows(results, RECALL, answered), *of_rows(results, "mqar:average", answered)]
     caption = f"Mean over the test slices; higher is better. Not in the paper. Bars: {BAND}"
-    size = (4.2, height(results, "recall", "mqar"))
-    return Figure("recall", "Recall (MQAR)", caption, panels, columns=2, size=size) if panels else None
+    return Figure("recall", "Recall (MQAR)", caption, panels, columns=2, size=(4.2, height(results, "recall", "mqar")))
 
 
-Lines = list[tuple[Identity, list[tuple[int, Estimate]]]]
+Curves = list[tuple[Identity, list[tuple[int, Estimate]]]]
 
 
-def draw_curves(lines: Lines, ylabel: str) -> Draw:
-    def draw(axes: Any) -> None:
-        for row, points in lines:
-            style, lengths = line_of(row), [n for n, _ in points]
-            axes.plot(lengths, [e.value for _, e in points], **style)
-            bands = [e.over_seeds or e.over_samples for _, e in points]
-            if all(bands):
-                low, high = zip(*[band for band in bands if band], strict=True)
-                axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
-        ticks = sorted({n for _, points in lines for n, _ in points})
-        if ticks[-1] > 8 * ticks[0]:  # else the short lengths lie on each other
-            axes.set_xscale("log", base=2)
-            axes.minorticks_off()
-        ticks = ticks[:: max(1, len(ticks) // 5)]
-        axes.set_xticks(ticks, [tokens_label(n) for n in ticks])
-        axes.set(xlabel="tokens", ylabel=ylabel)
-
-    return draw
+def draw_curves(curves: Curves, lines: Lines, ylabel: str, axes: Any) -> None:
+    for row, points in curves:
+        style, lengths = lines[row.label], [n for n, _ in points]
+        axes.plot(lengths, [e.value for _, e in points], **style)
+        bands = [e.over_seeds or e.over_samples for _, e in points]
+        if all(bands):
+            low, high = zip(*[band for band in bands if band], strict=True)
+            axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, lw=0)
+    ticks = sorted({n for _, points in curves for n, _ in points})
+    if ticks[-1] > 8 * ticks[0]:  # else the short lengths lie on each other
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    ticks = ticks[:: max(1, len(ticks) // 5)]
+    axes.set_xticks(ticks, [tokens_label(n) for n in ticks])
+    axes.set(xlabel="tokens", ylabel=ylabel)
 
 
-def curves(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Lines:
+def curves_of(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Curves:
     return [(row, points) for row in rows if (points := results.curve(row, suite, pattern))]
 
 
 def by_length(
-    results: Results, suite: str, titles: dict[str, str], axis: str, lines: Callable[..., Lines] = curves
-) -> list[Panel]:
-    """A panel for each task of a suite that was run, and each size of model."""
-    panels = []
-    sizes = by_size(results.rows(suite))
-    for size, rows in sizes.items():
+    results: Results, suite: str, titles: dict[str, str], axis: str, curves: Callable[..., Curves] = curves_of
+) -> tuple[list[Panel], Lines]:
+    """A panel for each task of a suite that was run, and each size of model; and the lines of all."""
+    panels, rows = [], results.rows(suite)
+    lines, sizes = lines_of(rows), by_size(rows)
+    for size, mine in sizes.items():
         for task, title in titles.items():
-            if found := lines(results, rows, suite, f"{task}/{{}}"):
+            if found := curves(results, mine, suite, f"{task}/{{}}"):
                 told = f"{title}, {scale_label(size)}" if len(sizes) > 1 else title
-                panels.append(Panel(told, draw_curves(found, axis)))
-    return panels
+                panels.append(Panel(told, partial(draw_curves, found, lines, axis)))
+    return panels, lines
 
 
-def needles(results: Results) -> Figure | None:
-    panels = by_length(results, "niah", NEEDLES, "found, %")
-    legend, caption = legend_of(results.rows("niah")), f"Higher is better. Bands: {BAND}"
-    return Figure("needles", "Needles found, by length", caption, panels, legend) if panels else None
+def needles(results: Results) -> Figure:
+    caption = f"Higher is better. Bands: {BAND}"
+    return Figure("needles", "Needles found, by length", caption, *by_length(results, "niah", NEEDLES, "found, %"))
 
 
-def extrapolation(results: Results) -> Figure | None:
+def extrapolation(results: Results) -> Figure:
     drawn = []
 
-    def same_text(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Lines:
+    def same_text(results: Results, rows: Sequence[Identity], suite: str, pattern: str) -> Curves:
         """The sweep; but where windows were left out of it, each length reads other text: there the same tokens."""
-        found = curves(results, rows, suite, pattern)
+        found = curves_of(results, rows, suite, pattern)
         if any(s.content.get("quick_look") for _, points in found for _, estimate in points for s in estimate.sources):
-            same = curves(results, rows, suite, pattern.replace("/{}", "/same/{}"))
+            same = curves_of(results, rows, suite, pattern.replace("/{}", "/same/{}"))
             if [row for row, _ in same] == [row for row, _ in found] and all(len(points) > 1 for _, points in same):
                 drawn.append(pattern)
                 return same
         return found
 
-    panels = by_length(results, "length", CORPORA, "perplexity", same_text)
-    if not panels:
-        return None
+    panels, lines = by_length(results, "length", CORPORA, "perplexity", same_text)
     how = "The sweep of the paper's Figures 3 and 4; their values are not printed."
     if drawn:
         how += (
             " Where a model read only the first windows of each length, which is more text the longer they are: the "
             "same 2,048 tokens at every length, the last of each of the longest windows, given what stands before them."
         )
-    caption, legend = f"Lower is better. {how} Bands: {BAND}", legend_of(results.rows("length"))
-    return Figure("extrapolation", "Perplexity past the training length", caption, panels, legend)
+    caption = f"Lower is better. {how} Bands: {BAND}"
+    return Figure("extrapolation", "Perplexity past the training length", caption, panels, lines)
 
 
 def cost(found: Collection) -> Figure | None:
     """What CCQ adds, in percent: the paper's beside ours."""
-    bars: list[tuple[str, float, float | None, list[float]]] = []  # what, the paper's, ours, and its ends
-    for name in ("layer", "training", "prefill", "decode"):
-        measure = MEASURES[name]
+    labels, paper, ours, ranges = [], [], [], []
+    for measure in (MEASURES[name] for name in ("layer", "training", "prefill", "decode")):
         for system in CLEANED:
-            told, ours, ends = measure.added(measure.papers(system)), None, []
+            labels.append(f"{measure.what}: {SYSTEMS[SYSTEMS[system].family].label}")
+            paper.append(measure.added(measure.papers(system)))
+            added, ends = math.nan, []
             if measured := measure.measured(found, system):
-                ours = measure.added(measure.value(measured[0]) / measure.value(measured[1]))
-                ends = [ours]
+                added = measure.added(measure.value(measured[0]) / measure.value(measured[1]))
                 if measure.range is not None:
                     one, two = (measure.range(row) for row in measured[:2])
                     ends = [100 * (one[a] / two[b] - 1) for a, b in (("low", "high"), ("high", "low"))]
-            bars.append((f"{measure.what}: {SYSTEMS[SYSTEMS[system].family].label}", told, ours, ends))
-    if all(bar[2] is None for bar in bars):
+            ours.append(added)
+            ranges.append((added - min([added, *ends]), max([added, *ends]) - added))
+    if np.isnan(ours).all():
         return None
 
     def draw(axes: Any) -> None:
-        places = np.arange(len(bars))[::-1]
-        for shift, at, colour, label, hatch in ((0.19, 1, GREY, "the paper", "///"), (-0.19, 2, BLUE, "here", "")):
-            known = [(place, bar) for place, bar in zip(places, bars, strict=True) if bar[at] is not None]
-            drawn = axes.barh(
-                [place + shift for place, _ in known], [bar[at] for _, bar in known], 0.36, label=label, color=colour,
-                hatch=hatch, edgecolor=colour, fill=not hatch, lw=1,
-            )  # fmt: skip
-            if hatch:
-                axes.bar_label(drawn, fmt="%.1f%%", padding=3, fontsize=7.5)
-        for place, (_, _, added, ends) in zip(places, bars, strict=True):
-            if added is not None:
-                axes.plot(ends, [place - 0.19] * len(ends), color=GREY, lw=1.2)
-                axes.annotate(f"{added:.1f}%", (max(ends), place - 0.19), (3, -3),
-                              textcoords="offset points", fontsize=7.5)  # fmt: skip
-        axes.set_yticks(places, [bar[0] for bar in bars])
+        places = np.arange(len(labels))[::-1]
+        hatched = {"hatch": "///", "fill": False, "edgecolor": GREY, "label": "the paper"}
+        thin = {"xerr": np.transpose(ranges), "color": BLUE, "ecolor": GREY, "error_kw": {"lw": 1.2}, "label": "here"}
+        for shift, values, look in ((0.19, paper, hatched), (-0.19, ours, thin)):
+            bars = axes.barh(places + shift, values, 0.36, lw=1, **look)
+            told = ["" if np.isnan(value) else f"{value:.1f}%" for value in values]
+            axes.bar_label(bars, told, padding=3, fontsize=7.5)
+        axes.set_yticks(places, labels)
         axes.set(xlabel="added by CCQ, %")
         axes.margins(x=0.18)
         axes.grid(axis="y", visible=False)
@@ -219,7 +188,7 @@ def cost(found: Collection) -> Figure | None:
         "without unit q and k; here over the backbone with unit q and k. Thin lines: what the fastest and the slowest "
         "repetitions would give."
     )
-    return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(bars) + 1.0))
+    return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(labels) + 1.0))
 
 
 # -- what stands behind ------------------------------------------------------------------------------------------------
@@ -236,11 +205,10 @@ def course(source: Source) -> dict[str, tuple[list, list]]:
         return found
     found = {}
     for name in ("valid_accuracy", "valid_perplexity", "loss", "lam", "lam_of_decay_alone"):
-        having = [r for r in source.records if r.get(name)]
-        scale = 100 if name == "valid_accuracy" else 1
-        values = [mean(x or 0 for x in r[name]) if isinstance(r[name], list) and name == "lam" else scale * r[name]
-                  for r in having]  # fmt: skip
-        if having:
+        if having := [r for r in source.records if r.get(name)]:
+            scale = 100 if name == "valid_accuracy" else 1
+            means = name == "lam" and isinstance(having[0][name], list)  # over layers
+            values = [mean(x or 0 for x in r[name]) if means else scale * r[name] for r in having]
             found["alone" if name.endswith("alone") else name] = ([r["step"] for r in having], values)
     return found
 
@@ -248,10 +216,8 @@ def course(source: Source) -> dict[str, tuple[list, list]]:
 COURSES = {"valid_accuracy": "queries answered, %", "valid_perplexity": "validation perplexity", "loss": "loss"}
 
 
-def training(found: Collection, results: Results) -> Figure | None:
+def training(found: Collection, results: Results) -> Figure:
     """A line a row: the mean over its runs."""
-    from ccq.report.tables import trained
-
     rows: dict[Identity, list[Source]] = {}
     for (row, _, _), runs in trained(found).items():
         rows.setdefault(row, []).extend(run for run in runs if run.records)
@@ -259,45 +225,38 @@ def training(found: Collection, results: Results) -> Figure | None:
         estimate = results.estimate(row, RECALL)
         rows[row] = estimate.sources if estimate else []
     courses = {row: [course(source) for source in sources] for row, sources in rows.items()}
-    panels = []
+    panels, lines = [], lines_of(row for row in rows if courses[row])
     for size, mine in by_size(list(rows)).items():
         having = {name: [row for row in mine if any(name in c for c in courses[row])] for name in (*COURSES, "lam")}
         shown = [name for name in ("valid_accuracy", "valid_perplexity") if having[name]] or ["loss"]
         for name in [*shown, "lam"]:
             if having[name]:
                 title = f"{'the gate' if name == 'lam' else COURSES[name]}, {scale_label(size)}"
-                panels.append(Panel(title, draw_course({row: courses[row] for row in having[name]}, name)))
+                mean_of = {row.label: courses[row] for row in having[name]}
+                panels.append(Panel(title, partial(draw_course, mean_of, lines, name)))
     caption = (
         "Mean over seeds, at the rate chosen. The gate: mean lam over layers. Dotted: where weight decay of its bias "
         "alone, without any gradient, would carry it; a gate that follows it has not learned to open."
     )
-    drawn = [row for row in rows if courses[row]]
-    return (
-        Figure("training", "Training", caption, panels, legend_of(drawn), columns=2, size=(4.0, 2.9))
-        if panels
-        else None
-    )
+    return Figure("training", "Training", caption, panels, lines, columns=2, size=(4.0, 2.9))
 
 
-def draw_course(courses: dict[Identity, list[dict]], name: str) -> Draw:
-    def draw(axes: Any) -> None:
-        for row, runs in courses.items():
-            style = line_of(row) | {"ms": 3, "lw": 1.3}
-            for what, look in ((name, style), ("alone", {"color": style["color"], "ls": ":", "lw": 1.1})):
-                having = [run[what] for run in runs if what in run]
-                if having and (what == name or name == "lam"):
-                    steps = having[0][0]
-                    same = [values for at, values in having if at == steps]
-                    axes.plot(steps, np.mean(same, axis=0), markevery=max(1, len(steps) // 8), **look)
-        axes.set(xlabel="step", ylabel=COURSES.get(name, "mean lam"))
-        if name == "valid_perplexity":
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-        else:
-            axes.set_ylim(0, None)
-
-    return draw
+def draw_course(courses: dict[str, list[dict]], lines: Lines, name: str, axes: Any) -> None:
+    for label, runs in courses.items():
+        style = lines[label] | {"ms": 3, "lw": 1.3}
+        for what, look in ((name, style), ("alone", {"color": style["color"], "ls": ":", "lw": 1.1})):
+            having = [run[what] for run in runs if what in run]
+            if having and (what == name or name == "lam"):
+                steps = having[0][0]
+                same = [values for at, values in having if at == steps]
+                axes.plot(steps, np.mean(same, axis=0), markevery=max(1, len(steps) // 8), **look)
+    axes.set(xlabel="step", ylabel=COURSES.get(name, "mean lam"))
+    if name == "valid_perplexity":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, None)
 
 
 def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
@@ -317,10 +276,8 @@ def gates(found: Collection, paper: Paper) -> Figure | None:
     sources = once(s for s in found.of("analysis", "gate") if "lam" in s.content)
     if not sources:
         return None
-    rows: dict[tuple, list[Source]] = {}  # runs that differ in the seed alone
-    for source in sources:
-        alone = source.path if source.seed is None else None  # two of one name need not be one model
-        rows.setdefault((source.subject, tuple(source.content["layers"]), alone), []).append(source)
+    # runs that differ in the seed alone; without a seed, two of one name need not be one model
+    rows = grouped(sources, lambda s: (s.subject, tuple(s.content["layers"]), s.path if s.seed is None else None))
     groups = []
     for seeds in rows.values():
         count = len({source.seed for source in seeds})

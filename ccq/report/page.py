@@ -15,7 +15,8 @@ import jinja2
 
 import ccq
 from ccq.bench.tables import goals_table
-from ccq.figures import Figure, inline, sample, svg
+from ccq.figures import Figure, sample, save, svg
+from ccq.files import write_atomically
 from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
@@ -25,10 +26,6 @@ from ccq.report.table import Table, plural, trimmed
 from ccq.train import sweep_tables
 
 TITLE = "CCQ: a query that is cleaned before it reads"
-WHAT = (
-    "**Curvature-Conditioned Query (CCQ)** shrinks the query of linear attention along the directions in which the "
-    "stored keys vary most, and only then reads: q_clean = q − λ Σ q."
-)
 FOOT = (
     f"{MADE_BY}, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
     "Curvature-Conditioned Query for Linear Attention. Its numbers are quoted as facts; this implementation is "
@@ -44,15 +41,9 @@ SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_R
 class Page:
     """All that the templates show; `names` of tables can be asked for by Markdown files (docs.py)."""
 
+    tables: dict[str, Table]
+    figures: dict[str, Figure]
     context: dict[str, Any]
-
-    @property
-    def tables(self) -> dict[str, Table]:
-        return self.context["tables"]
-
-    @property
-    def figures(self) -> dict[str, Figure]:
-        return self.context["figures"]
 
     @functools.cached_property
     def html(self) -> str:
@@ -63,21 +54,25 @@ class Page:
         text = re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2", whole=whole)).strip() + "\n"
         return text if whole else text.rstrip("\n")
 
+    def write(self, out: Path) -> list[Path]:
+        """Write OUT/index.html, OUT/report.md and OUT/figures/; what was written."""
+        written = [out / "index.html", out / "report.md"]
+        for path, text in zip(written, (self.html, self.markdown()), strict=True):
+            write_atomically(path, text.encode())
+        return [*written, *(save(figure, out / "figures" / f"{name}.png") for name, figure in self.figures.items())]
+
     def _render(self, form: str, whole: bool = True) -> str:
-        return environment().get_template("page.j2").render(**self.context, form=form, whole=whole)
+        shown = self.context | {"tables": self.tables, "figures": self.figures}
+        return environment().get_template("page.j2").render(**shown, form=form, whole=whole)
 
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("ccq.report"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    made = jinja2.Environment(loader=jinja2.PackageLoader("ccq.report"), trim_blocks=True, lstrip_blocks=True,
+                              undefined=jinja2.StrictUndefined)  # fmt: skip
     made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
                      "contents": contents}  # fmt: skip
-    made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT, "what": WHAT,
+    made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT,
                      "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
     return made
 
@@ -111,7 +106,7 @@ def markdown_words(text: str, short: bool = False) -> str:
 def drawn(figure: Figure) -> str:
     """The panels inside the page."""
     return "".join(
-        inline(svg(panel, figure.size), f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
+        svg(panel, figure.size, f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
         for at, panel in enumerate(figure.panels)
     )
 
@@ -163,10 +158,9 @@ def assemble(found: Collection) -> Page:
     told = [f"{fact.what}: {fact} ({fact.where})" for name, fact in paper.facts.items()
             if name.startswith(("gap", "lam", "off"))]  # fmt: skip
     questions = ("perplexity" if "perplexity" in pictures else "extrapolation", "needles", "recall", "overhead")
-    return Page({
+    shown = Names({table.name: trimmed(table) for table in made if table is not None})
+    return Page(shown, Names(pictures), {
         "nothing": not found.sources,
-        "tables": Names({table.name: trimmed(table) for table in made if table is not None}),
-        "figures": Names(pictures),
         "first": [pictures[name] for name in questions if name in pictures],
         "help": did_it_help(verdicts),
         "run": what_was_run(found),
@@ -186,12 +180,11 @@ class Names(dict):
 
 def what_was_run(found: Collection) -> str:
     """In one sentence; the table of sources has each."""
-    kinds = {"run": "training run", "eval": "evaluation", "bench": "benchmark"}
-    parts = [plural(len(found.of(kind)), word) for kind, word in kinds.items() if found.of(kind)]
-    if count := sum(len(source.content["runs"]) for source in found.of("sweep")):
-        parts.insert(1, plural(count, "run of a sweep", "runs of sweeps"))
-    if count := len(found.of("analysis")):
-        parts.insert(-1, plural(count, "analysis", "analyses"))
+    words = {"run": ("training run", ""), "sweep": ("run of a sweep", "runs of sweeps"), "eval": ("evaluation", ""),
+             "analysis": ("analysis", "analyses"), "bench": ("benchmark", "")}  # fmt: skip
+    counts = {kind: len(found.of(kind)) for kind in words}
+    counts["sweep"] = sum(len(source.content["runs"]) for source in found.of("sweep"))
+    parts = [plural(count, *words[kind]) for kind, count in counts.items() if count]
     dates = sorted({source.date for source in found.sources if source.date != "unknown"})
     when = f", {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else "") if dates else ""
     return f"Of {', '.join(parts)}{when}; each is among the [sources](#sources)."
@@ -199,7 +192,7 @@ def what_was_run(found: Collection) -> str:
 
 def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
     """The answer in one sentence, then the headline claims and those that are decided."""
-    tried = [v for v in verdicts if v.quality and v.verdict != NOT_RUN]
+    tried = [v for v in verdicts if v.claim["kind"] == "score" and v.verdict != NOT_RUN]
     decided = [v for v in tried if v.verdict in (HOLDS, FAILS)]
     shown = [v for v in verdicts if v in decided or (v.claim.get("headline") and v.verdict != NOT_RUN)] or tried[:4]
     items = [f"**{v.named.capitalize()}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ccq.evaluate.statistics import error_of_mean, student
+from ccq.names import grouped
 from ccq.report.collect import Collection, Source
 from ccq.systems import SIZES, Identity
 
@@ -138,33 +139,27 @@ def slice_name(part: dict) -> str:
     >>> slice_name({"length": 64, "pairs": 4}), slice_name({"length": 128, "motif": 3})
     ('64-4', '128 tokens, keys of at most 3')
     """
-    return (
-        f"{part['length']}-{part['pairs']}"
-        if "pairs" in part
-        else (f"{part['length']} tokens, keys of at most {part['motif']}")
-    )
+    if "pairs" in part:
+        return f"{part['length']}-{part['pairs']}"
+    return f"{part['length']} tokens, keys of at most {part['motif']}"
 
 
 def of_sweeps(found: Collection) -> Iterator[Record]:
     """Test accuracy of each run of `ccq sweep`, of a slice and the mean over all of them."""
-    seen = set()
-    made = []
+    made: dict[tuple, tuple] = {}
     for file in sorted(found.of("sweep"), key=lambda s: s.when, reverse=True):  # the newest first
         decays = file.content.get("chosen_decay", {})
         for run in file.content["runs"]:
             if run.get("decay") != decays.get(run["row"]):  # of MAD's grid: the rate is chosen among those of one decay
                 continue
             identity = Identity(**run["identity"])
-            width, steps = run["model"]["hidden_size"], run["steps"]
-            told = f"width {width}, {steps:,} steps"
-            task = TASKS.get(run.get("size", ""))
-            row = row_of(identity, f"{task}, {told}" if task else told)
-            name = (row, run["lr"], identity.seed, identity.repeat)
-            if name not in seen:  # else it is the same run in a file that was made again
-                seen.add(name)
-                source = replace(file, content=run | {"tier": file.content["tier"]}, identity=identity)
-                made.append(((task or "", width, steps, row.order, identity.seed, identity.repeat), row, source))
-    for _, row, source in sorted(made, key=lambda item: item[0]):
+            width, steps, task = run["model"]["hidden_size"], run["steps"], TASKS.get(run.get("size", ""), "")
+            row = row_of(identity, f"{task and f'{task}, '}width {width}, {steps:,} steps")
+            order = (task, width, steps, row.order, identity.seed, identity.repeat)
+            source = replace(file, content=run | {"tier": file.content["tier"]}, identity=identity)
+            # a run that is there already is in a file that was made again
+            made.setdefault((row, run["lr"], identity.seed, identity.repeat), (order, row, source))
+    for _, row, source in sorted(made.values(), key=lambda item: item[0]):
         slices = {slice_name(part): part for part in source.content["test"]["slices"]}
         parts = [("average", tuple(slices.values())), *((name, (part,)) for name, part in slices.items())]
         for setting, of in parts:
@@ -176,20 +171,15 @@ def of_sweeps(found: Collection) -> Iterator[Record]:
 
 def comparable(records: list[Record]) -> list[Record]:
     """The records, each average taken over what all models of its size were asked, and saying so where that is less."""
-    asked: dict[tuple, list[tuple[str, ...]]] = {}
-    for record in records:
-        if record.of:
-            asked.setdefault((record.suite, record.setting, record.row.size), []).append(record.of)
-    values = {(id(record.source), record.setting): record for record in records if not record.of}
+    asked = grouped((r for r in records if r.of), lambda r: (r.suite, r.setting, r.row.size))
+    values = {(id(r.source), r.setting): r for r in records if not r.of and r.value is not None}
     made = []
     for record in records:
-        lists = asked.get((record.suite, record.setting, record.row.size), []) if record.of else []
-        shared = [name for name in record.of if all(name in names for names in lists)]
+        alike = asked.get((record.suite, record.setting, record.row.size), ())
+        shared = [name for name in record.of if all(name in other.of for other in alike)]
         if shared == list(record.of):
             made.append(record)
-        elif parts := [
-            part for name in shared if (part := values.get((id(record.source), name))) and part.value is not None
-        ]:
+        elif parts := [part for name in shared if (part := values.get((id(record.source), name)))]:
             note = f"mean over the {len(shared)} that all were asked of {len(record.of)}: {', '.join(shared)}"
             made.append(replace(record, value=mean(part.value or 0.0 for part in parts), known=None,
                                 slices=tuple(x for part in parts for x in part.slices),
@@ -235,9 +225,7 @@ class Estimate:
     @functools.cached_property
     def of_seeds(self) -> dict[int | None, list[Record]]:
         """Runs by the seeds that count: one whose seed is not known may be any, and counts where there is no other."""
-        seeds: dict[int | None, list[Record]] = {}
-        for record in self.records:
-            seeds.setdefault(record.seed, []).append(record)
+        seeds = grouped(self.records, lambda record: record.seed)
         if len(seeds) > 1:
             seeds.pop(None, None)
         return seeds
@@ -275,12 +263,6 @@ class Estimate:
         return next((s.identity.tokens for s in self.sources if s.identity.tokens is not None), None)
 
 
-def seed_differences(one: Estimate, two: Estimate) -> dict[int | None, float]:
-    """{seed: one - two} of the seeds that both have."""
-    theirs = two.by_seed
-    return {seed: value - theirs[seed] for seed, value in one.by_seed.items() if seed in theirs}
-
-
 def settings_like(settings: Iterable[str], pattern: str) -> list[str]:
     """Names that match. Of several lengths WikiText's shortest comes first, which is what the models are trained on,
     and LongBench's longest, which cuts least away."""
@@ -294,15 +276,14 @@ def counted(records: Sequence[Record]) -> list[Record]:
     the rate that validated best, and of each seed and each repeat of it one set of weights."""
     most = max((r.source.identity.tokens or 0 for r in records), default=0)
     records = [r for r in records if r.source.identity.tokens in (None, most)]
-    rates: dict[float, list[float]] = {}
-    for r in records:
-        if r.source.rate is not None:
-            rates.setdefault(r.source.rate, []).append(-math.inf if r.validation is None else r.validation)
-    best = max(rates, key=lambda rate: (mean(rates[rate]), -rate), default=None)
+    rates = grouped((r for r in records if r.source.rate is not None), lambda r: r.source.rate or 0.0)
+    reached = {
+        rate: mean(-math.inf if r.validation is None else r.validation for r in of) for rate, of in rates.items()
+    }
+    best = max(rates, key=lambda rate: (reached[rate], -rate), default=None)
     records = [r for r in records if r.source.rate in (None, best)]
     kept = []
-    for run in dict.fromkeys((r.seed, r.source.identity.repeat) for r in records):
-        mine = [r for r in records if (r.seed, r.source.identity.repeat) == run]
+    for mine in grouped(records, lambda r: (r.seed, r.source.identity.repeat)).values():
         # several: most samples, then the newest
         chosen = max(mine, key=lambda r: ((r.source.content.get("samples") or {}).get("count") or 0, r.source.when))
         kept += [r for r in mine if r.weights == chosen.weights]
@@ -322,9 +303,7 @@ class Results:
     def __init__(self, found: Collection) -> None:
         self.found = found
         self.records = comparable([*of_evaluations(found), *of_runs(found), *of_sweeps(found)])
-        self.index: dict[tuple[Identity, str], list[Record]] = {}
-        for record in self.records:
-            self.index.setdefault((record.row, record.suite), []).append(record)
+        self.index = grouped(self.records, lambda record: (record.row, record.suite))
         self.memory: dict[tuple[Identity, str], Estimate | None] = {}
 
     def rows(self, *suites: str) -> list[Identity]:
@@ -347,10 +326,9 @@ class Results:
 
     def _estimate(self, row: Identity, where: str) -> Estimate | None:
         suite, _, pattern = where.partition(":")
-        having: dict[int, dict[str, Record]] = {}  # by the run or file
-        for record in self.of(row, suite):
-            having.setdefault(id(record.source), {})[record.setting] = record
-        runs = [mine[names[0]] for mine in having.values() if (names := settings_like(mine, pattern))]
+        having = grouped(self.of(row, suite), lambda record: id(record.source)).values()  # by the run or file
+        settings = [{record.setting: record for record in mine} for mine in having]
+        runs = [mine[names[0]] for mine in settings if (names := settings_like(mine, pattern))]
         whole = [r for r in runs if not r.source.content.get("quick_look")] or runs  # a quick look, if no other
         notes = []
         rulers = [r for r in whole if asked_how(r.source).get("sizing") == "ruler"]
@@ -377,20 +355,13 @@ class Results:
         before, after = pattern.split("{}")
         middles = {r.setting.removeprefix(before).removesuffix(after) for r in self.of(row, suite)
                    if r.setting.startswith(before) and r.setting.endswith(after)}  # fmt: skip
-        points = [
-            (n, self.estimate(row, f"{suite}:{pattern.format(n)}"))
-            for n in sorted(int(m) for m in middles if m.isdigit())
-        ]
-        return [(n, estimate) for n, estimate in points if estimate is not None]
+        lengths = sorted(int(middle) for middle in middles if middle.isdigit())
+        return [(n, estimate) for n in lengths if (estimate := self.estimate(row, f"{suite}:{pattern.format(n)}"))]
 
 
 def by_size(rows: Sequence[Identity]) -> dict[str, list[Identity]]:
-    sizes: dict[str, list[Identity]] = {}
-    for row in rows:
-        sizes.setdefault(row.size, []).append(row)
-    return sizes
+    return grouped(rows, lambda row: row.size)
 
 
 def distinct(sources: Iterable[Source]) -> list[Source]:
-    found: dict[int, Any] = {source.number: source for source in sources}
-    return [found[number] for number in sorted(found)]
+    return sorted({source.number: source for source in sources}.values(), key=lambda source: source.number)

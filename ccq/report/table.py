@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ccq.report.collect import Source
+    from ccq.systems import Identity
 
 SMALL = "Small print"  # how a note begins that explains what stands below numbers
 
@@ -145,13 +146,9 @@ def scale_label(scale: str) -> str:
     return scale.upper() if scale[:1].isdigit() else scale
 
 
-def seeds_label(seeds: Sequence[int | None]) -> str:
-    """
-    >>> seeds_label([2, None, 2]), seeds_label([0, 1])
-    (', seed 2', ', seeds 0, 1')
-    """
-    known = list(dict.fromkeys(str(seed) for seed in seeds if seed is not None))
-    return f", seed{'s' if len(known) > 1 else ''} {', '.join(known)}" if known else ""
+def trained_as(row: Identity) -> str:
+    """Size and variant."""
+    return ", ".join(filter(None, (scale_label(row.size) or "unknown size", row.variant)))
 
 
 def needle(name: str) -> tuple[str, int]:

@@ -6,13 +6,14 @@ What has tables of its own has them beside its code: see OWNERS in page.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from ccq.analysis.claims import LEAST_GAP, LEAST_GATE, SWITCHED_FROM
-from ccq.report.claims import LEAST, MOST, NOT_RUN, Verdict
+from ccq.names import grouped
+from ccq.report.claims import NOT_RUN, Verdict, rules
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Column, Paper, leader
 from ccq.report.paper import Table as PaperTable
-from ccq.report.results import VALID, Estimate, Record, Results, by_size, mean, row_of
+from ccq.report.results import VALID, Estimate, Results, by_size, mean, row_of
 from ccq.report.table import (
     NOT_IN_PAPER,
     SMALL,
@@ -26,12 +27,10 @@ from ccq.report.table import (
     number,
     plural,
     scale_label,
-    seeds_label,
 )
 from ccq.report.table import NOT_RUN as EMPTY
 from ccq.systems import SYSTEMS, Identity
 
-Counts = Callable[[str], bool]  # whether the best of a column may be this system
 SMALL_PRINT = (
     f"{SMALL} in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
     "are three seeds or more, else over test samples; hover for both. Repeats of a seed are averaged into it: they are "
@@ -42,46 +41,38 @@ SMALL_PRINT = (
 def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
     if estimate is None:
         return EMPTY
-    parts = []
-    seeds, samples, runs = estimate.over_seeds, estimate.over_samples, len(estimate.values)
-    if seeds is not None:
-        parts.append(f"95% over {len(estimate.by_seed)} seeds: {number(seeds[0])} to {number(seeds[1])}")
-    elif runs > 1:
-        parts.append(f"mean of {runs} runs")
-    if samples is not None:
-        what = "95% over samples" if runs == 1 else "95% over samples, mean of the runs' bounds"
-        parts.append(f"{what}: {number(samples[0])} to {number(samples[1])}")
-    both = [
-        (name, f"{number(b[0], like)}–{number(b[1], like)}")
-        for name, b in (("seeds", seeds), ("samples", samples))
-        if b
-    ]
-    told = [*parts, *(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
+    runs, over = len(estimate.values), {"seeds": estimate.over_seeds, "samples": estimate.over_samples}
+    what = {"seeds": f"95% over {len(estimate.by_seed)} seeds",
+            "samples": "95% over samples" + (", mean of the runs' bounds" if runs > 1 else "")}  # fmt: skip
+    told = [f"mean of {runs} runs"] if runs > 1 and over["seeds"] is None else []
+    told += [f"{what[name]}: {number(b[0])} to {number(b[1])}" for name, b in over.items() if b]
+    told += [*(source.told for source in estimate.sources), *dict.fromkeys(estimate.notes)]
+    spans = {name: f"{number(b[0], like)}–{number(b[1], like)}" for name, b in over.items() if b}
+    named = ", ".join(f"{name} {span}" for name, span in spans.items())
     text = number(estimate.value, like) + ("†" if estimate.notes else "")
-    small = both[0][1] if both else ""
-    return Cell(text, small, "\n".join(told), kind="ours", named=", ".join(f"{name} {b}" for name, b in both))
+    return Cell(text, next(iter(spans.values()), ""), "\n".join(told), kind="ours", named=named)
 
 
 def score_rows(
-    rows: Sequence[Identity], columns: Sequence[Column], results: Results, likes: Sequence[str], counts: Counts = bool
+    rows: Sequence[Identity],
+    columns: Sequence[Column],
+    results: Results,
+    likes: Sequence[str],
+    counts: Callable[[str], bool] = bool,  # whether the best of a column may be this system
 ) -> list[Row]:
     """Our rows of one size; the best of each column in bold, as it is shown."""
     estimates = {row: [results.estimate(row, column.where) for column in columns] for row in rows}
-    cells = {row: [our_cell(e, like) for e, like in zip(mine, likes, strict=True)] for row, mine in estimates.items()}
-    for at, column in enumerate(columns):
-        shown = {
-            row: float(number(estimate.value, likes[at])) if (estimate := mine[at]) else None
-            for row, mine in estimates.items() if counts(row.system)
-        }  # fmt: skip
-        if (top := leader(shown, column.better)) is not None:
-            cells[top][at].bold = True
+    best = []
+    for at, (column, like) in enumerate(zip(columns, likes, strict=True)):
+        known = {row: e for row, mine in estimates.items() if (e := mine[at]) and counts(row.system)}
+        best.append(leader({row: float(number(e.value, like)) for row, e in known.items()}, column.better))
     made = []
     for row, mine in estimates.items():
-        known = [estimate for estimate in mine if estimate is not None]
-        sources = [source for estimate in known for source in estimate.sources]
-        runs = max((len(estimate.values) for estimate in known), default=0)
+        cells = [replace(our_cell(e, like), bold=row == top) for e, like, top in zip(mine, likes, best, strict=True)]
+        sources = [source for e in mine if e for source in e.sources]
+        runs = max((len(e.values) for e in mine if e), default=0)
         label = Cell(f"{row.label} {marks(sources)}", f"{runs} runs" if runs > 1 else "")
-        made.append(Row(label, cells[row], "ours" if is_cleaned(row) else ""))
+        made.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
     return made
 
 
@@ -125,30 +116,24 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
         notes += [f"Here: {note}." for note in dict.fromkeys(said)]
     if ours:
         notes.append(SMALL_PRINT)
-    head = ["", *(heading(column) for column in columns)]
+    arrows = {"lower": " ↓", "higher": " ↑"}
+    head = ["", *(f"{c.heading}{arrows.get(c.better, '')}".replace(" ", "\u00a0") for c in columns)]
     return Table(name, f"{table.title} ({table.label})", head, [*blocks, *not_run(folded)], notes)
-
-
-def heading(column: Column) -> str:
-    arrow = {"lower": "\u00a0↓", "higher": "\u00a0↑"}.get(column.better, "")
-    return column.heading.replace(" ", "\u00a0") + arrow
 
 
 def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list[Row]:
     rows = table.of(scale)
     made = {system: Row(Cell(SYSTEMS[system].label), [], "paper") for system in rows}
     for column in columns:
-        at = table.columns.index(column) if column in table.columns else None
-        top = (
-            None
-            if at is None
-            else leader({s: cells[at].value for s, cells in rows.items() if table.counts(s)}, column.better)
-        )
-        for system, cells in rows.items():
+        shown = {
+            system: cells[table.columns.index(column)] for system, cells in rows.items() if column in table.columns
+        }
+        top = leader({system: cell.value for system, cell in shown.items() if table.counts(system)}, column.better)
+        for system, row in made.items():
             told = NOT_IN_PAPER
-            if at is not None:
-                told = Cell(cells[at].shown, bold=system == top, kind="paper", hover=f"{table.label} of the paper")
-            made[system].cells.append(told)
+            if cell := shown.get(system):
+                told = Cell(cell.shown, bold=system == top, kind="paper", hover=f"{table.label} of the paper")
+            row.cells.append(told)
     return list(made.values())
 
 
@@ -157,9 +142,8 @@ def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list
 
 def trained(found: Collection) -> dict[tuple[Identity, int, float], list[Source]]:
     """Runs by row, steps and rate; of each row the longest: shorter ones are those of a sweep over rates."""
-    groups: dict[tuple[Identity, int, float], list[Source]] = {}
-    for run in sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0)):
-        groups.setdefault((row_of(run.identity), int(run.content["steps"]), run.rate or 0.0), []).append(run)
+    runs = sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0))
+    groups = grouped(runs, lambda run: (row_of(run.identity), int(run.content["steps"]), run.rate or 0.0))
     most = {row: max(steps for other, steps, _ in groups if other == row) for row, _, _ in groups}
     return {key: runs for key, runs in groups.items() if key[1] == most[key[0]]}
 
@@ -202,9 +186,8 @@ def models_table(paper: Paper, found: Collection, results: Results) -> Table:
         "below a rate: validation perplexity at each rate that was tried, in shorter runs with a seed that counts "
         "nowhere else.",
     ]
-    made = [Block(title, rows) for title, rows in blocks.items()] + (
-        [] if found.of("run") else not_run(["all systems"])
-    )
+    made = [Block(title, rows) for title, rows in blocks.items()]
+    made += [] if found.of("run") else not_run(["all systems"])
     return Table("models", f"{table.title} ({table.label}), and how each was trained", head, made, notes)
 
 
@@ -234,15 +217,13 @@ def repeats_table(results: Results) -> Table | None:
     """One row run several times with one seed: what differs is neither data nor seed."""
     blocks, spreads = [], []
     for (row, suite), records in results.index.items():
-        seeds: dict[int | None, dict[str, dict[str, Record]]] = {}  # [seed][setting][weights]
-        for setting in dict.fromkeys(record.setting for record in records):
-            estimate = results.estimate(row, f"{suite}:{setting}")
-            for record in estimate.records if estimate else ():
-                seeds.setdefault(record.seed, {}).setdefault(setting, {})[record.weights] = record
-        for seed, settings in seeds.items():
+        estimates = [results.estimate(row, f"{suite}:{name}") for name in dict.fromkeys(r.setting for r in records)]
+        counted = {(r.seed, r.setting, r.weights): r for estimate in estimates if estimate for r in estimate.records}
+        for seed, mine in grouped(counted.values(), lambda record: record.seed).items():
+            settings = grouped(mine, lambda record: record.setting)
             most = max(map(len, settings.values()))
             if seed is not None and most > 1:
-                runs = {name: list(known.values()) for name, known in settings.items() if len(known) == most}
+                runs = {name: known for name, known in settings.items() if len(known) == most}
                 values = {name: sorted(r.value or 0.0 for r in known) for name, known in runs.items()}
                 spreads += [known[-1] - known[0] for known in values.values()]
                 sources = marks([record.source for known in runs.values() for record in known])
@@ -258,14 +239,11 @@ def repeats_table(results: Results) -> Table | None:
 
 
 def spread_rows(values: dict[str, list[float]]) -> list[Row]:
-    rows = []
-    for name, known in list(values.items())[:SHOWN]:
-        shown = Cell(", ".join(f"{x:.2f}" for x in known), kind="ours")
-        rows.append(Row(Cell(name), [shown, Cell(f"{known[-1] - known[0]:.2g}", kind="ours")]))
+    told = [(name, ", ".join(f"{x:.2f}" for x in known), f"{known[-1] - known[0]:.2g}")
+            for name, known in list(values.items())[:SHOWN]]  # fmt: skip
     if more := [known[-1] - known[0] for known in list(values.values())[SHOWN:]]:
-        most = Cell(f"at most {max(more):.2g}", kind="ours")
-        rows.append(Row(Cell(f"{len(more)} more"), [Cell("", kind="ours"), most]))
-    return rows
+        told.append((f"{len(more)} more", "", f"at most {max(more):.2g}"))
+    return [Row(Cell(name), [Cell(shown, kind="ours"), Cell(spread, kind="ours")]) for name, shown, spread in told]
 
 
 def title_of(size: str) -> str:
@@ -276,38 +254,14 @@ def title_of(size: str) -> str:
 
 
 def claims_table(verdicts: list[Verdict]) -> Table:
-    def row(verdict: Verdict, says: str) -> Row:
-        hover = "\n".join(source.told for source in verdict.sources)
-        ours = f"{verdict.ours} {marks(verdict.sources)}".strip()
-        cells = [
-            Cell(verdict.paper, kind="paper"),
-            Cell(ours, hover=hover, kind="ours"),
-            Cell(verdict.named, verdict.why, kind=f"verdict {verdict.verdict.replace(' ', '-')}"),
-        ]
-        return Row(Cell(says), cells)
-
-    tried = [v for v in verdicts if v.verdict != NOT_RUN]
-    left = [v for v in verdicts if v.verdict == NOT_RUN]
-    blocks = [Block("", [row(v, v.says) for v in tried])] if tried else []
-    if left:
-        blocks.append(Block("Not run", [row(v, v.says) for v in left], folded=True))
-    notes = [
-        "Claims about scores are judged on paired differences, seed by seed: **supported** where their 95% interval "
-        "over seeds (Student's t, three seeds or more) lies on the claimed side; **not supported** where it leaves out "
-        f"any gain that counts ({LEAST['higher']:g} point of accuracy, {LEAST['lower']:g} of perplexity); else "
-        f"**undecided**, with the number of seeds, up to {MOST}, that would decide if more came out as these did; "
-        "**not testable here** where neither gets any right, both get all, or they were trained for unequal tokens or "
-        "asked otherwise. Repeats of a seed, of either side, are averaged into it before. Claims about cost are "
-        "supported where both backbones are measured, at the paper's batch and length, and it is no more than the "
-        "paper's on either.",
-        "Alignment is judged model by model on the 95% interval over prompts (Student's t), at every layer or in the "
-        f"mean over layers: **supported** where it is below zero, **not supported** where it leaves out a gap of "
-        f"{LEAST_GAP:g} below zero, in one model; **not testable here** where a head has no more than the top "
-        f"directions. The gate is judged as scores are, a gain of {LEAST_GATE:g} counting. Switching off is "
-        f"**supported** where at every length of {SWITCHED_FROM:,} tokens and more at which a model finds any the "
-        "interval over seeds is within the paper's bound, **not supported** where it lies beyond at one, and **not "
-        "testable here** where there is no such length.",
-    ]
+    rows: dict[bool, list[Row]] = {False: [], True: []}  # those that were not run last
+    for v in verdicts:
+        told = "\n".join(source.told for source in v.sources)
+        ours = Cell(f"{v.ours} {marks(v.sources)}".strip(), hover=told, kind="ours")
+        verdict = Cell(v.named, v.why, kind=f"verdict {v.verdict.replace(' ', '-')}")
+        rows[v.verdict == NOT_RUN].append(Row(Cell(v.says), [Cell(v.paper, kind="paper"), ours, verdict]))
+    blocks = [Block("Not run" if left else "", mine, folded=left) for left, mine in rows.items() if mine]
+    notes = list(rules())
     if tests := max((v.tests for v in verdicts), default=0):
         notes.append(
             f"Each claim is tested at 95% by itself. Of {plural(tests, 'test')} of scores over seeds about one in "
@@ -322,16 +276,11 @@ def source_table(found: Collection) -> Table:
     rows = []
     for source in found.sources:
         what = {"run": "training"}.get(source.kind, source.kind) + (f": {source.detail}" if source.detail else "")
-        model = f"{source.identity.label}{seeds_label([source.seed])}"
+        model = source.identity.label + ("" if source.seed is None else f", seed {source.seed}")
         versions = source.origin.get("versions") or {}
         packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k in ("ccq", "torch", "triton", "fla-core"))
-        cells = [
-            Cell(what, model),
-            Cell(source.name, f"`{source.commands}`" if source.commands else ""),
-            Cell(source.commit, packages),
-            Cell(source.hardware),
-            Cell(source.date),
-        ]
+        file = Cell(source.name, f"`{source.commands}`" if source.commands else "")
+        cells = [Cell(what, model), file, Cell(source.commit, packages), Cell(source.hardware), Cell(source.date)]
         rows.append(Row(Cell(f"{source.number}"), cells))
     notes = []
     if any(source.metrics_only for source in found.sources):

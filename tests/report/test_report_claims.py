@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from made_results import evaluation, identity, origin, text_run, training_run
+from made_results import evaluation, origin, text_run, training_run, trials
 
 from ccq.bench.tables import MEASURES
 from ccq.evaluate.compare import paired
@@ -21,13 +21,22 @@ def judged(root):
     return {v.claim["says"]: v for v in claims.judge(found, Results(found), paper.load())}
 
 
-def needles(root, values):
+def needles(root, values, **changes):
     """{system: a value a seed} of the pass-key at 4K."""
     for system, scores in values.items():
         for seed, value in enumerate(scores):
-            evaluation(
-                root / f"{system}-nano-seed{seed}", "niah", {GROUP: (value, "mean")}, f"{system}-nano-seed{seed}"
-            )
+            trials(root, "niah", {system: {GROUP: (value, "mean")}}, (seed,), **changes)
+
+
+def prefill(root, *rows, **changes):
+    """A benchmark of prefill: (system, tokens, ms)."""
+    told = [{"system": system, "size": "1.3b", "B": 8, "T": length, "dtype": "bf16",
+             "wall_ms": {"median": ms, "low": ms, "high": ms}} | changes for system, length, ms in rows]  # fmt: skip
+    (root / "p.json").write_text(json.dumps({**origin(), "rows": told}))
+
+
+def samples(folder):
+    return [json.loads(line) for line in (folder / "niah.jsonl").read_text().splitlines()]
 
 
 PASSKEY = "CCQ-GLA finds the pass-key at 4K (S-NIAH-1) where GLA fails"
@@ -108,8 +117,7 @@ def test_a_quick_look_counts_only_where_there_is_no_other(tmp_path):
     evaluation(tmp_path / "b", "niah", {GROUP: (20.0, "mean")}, "gla-nano")
     assert Results(collect([tmp_path])).estimate(system, f"niah:{GROUP}").value == 20
     for seed in (0, 1):
-        name = f"ccq-gla-nano-seed{seed}"
-        evaluation(tmp_path / name, "niah", {GROUP: (80.0, "mean")}, name, quick_look=bool(seed))
+        trials(tmp_path, "niah", {"ccq-gla": {GROUP: (80.0, "mean")}}, (seed,), quick_look=bool(seed))
     results = Results(collect([tmp_path]))
     estimate = results.estimate(results.rows("niah")[-1], f"niah:{GROUP}")
     assert list(estimate.by_seed) == [0]
@@ -117,53 +125,37 @@ def test_a_quick_look_counts_only_where_there_is_no_other(tmp_path):
 
 
 def test_lower_is_better_for_perplexity(tmp_path):
-    for system, value in (("ccq-gla", 20.0), ("gla", 30.0)):
-        for seed in range(3):
-            name = f"{system}-nano-seed{seed}"
-            evaluation(tmp_path / name, "lm", {"wikitext/4096/word_perplexity": (value, "perplexity")}, name)
+    group = "wikitext/4096/word_perplexity"
+    trials(tmp_path, "lm", {"ccq-gla": {group: (20.0, "perplexity")}, "gla": {group: (30.0, "perplexity")}})
     assert judged(tmp_path)["CCQ lowers WikiText perplexity of GLA"].verdict == claims.HOLDS
 
 
 def test_where_nothing_is_found_the_same_with_a_convolution_is_judged(tmp_path):
-    for more, values in (("", {"gla": 0.0, "ccq-gla": 0.0}), ("convolution of 4", {"gla": 40.0, "ccq-gla": 80.0})):
-        for system, value in values.items():
-            for seed in range(3):
-                name = f"{system}-nano-seed{seed}"
-                told = identity(name) | {"variant": more}
-                evaluation(tmp_path / f"{name} {more}", "niah", {GROUP: (value, "mean")}, name, identity=told)
+    for more, values in (("", {"gla": (0,) * 3, "ccq-gla": (0,) * 3}),
+                         ("convolution of 4", {"gla": (40,) * 3, "ccq-gla": (80,) * 3})):  # fmt: skip
+        needles(tmp_path, values, variant=more)
         found = judged(tmp_path)[PASSKEY]
         assert found.verdict == (claims.HOLDS if more else claims.UNTESTABLE)
         assert ("at nano, convolution of 4" in found.ours) == bool(more)
 
 
-@pytest.mark.parametrize(
-    ("changed", "verdict", "told"),
-    [
-        ({}, claims.HOLDS, "lower on 6 of 6, 3 seeds"),
-        ({"qasper": 80.0}, claims.FAILS, "lower on 5 of 6, 3 seeds"),
-        ({"qasper": None}, claims.FEW, "lower on 5 of 6, 3 seeds"),  # one was not run
-    ],
-)
-def test_what_holds_for_every_corpus_is_judged_one_by_one(tmp_path, changed, verdict, told):
+@pytest.mark.parametrize(("changed", "verdict", "lower"), [
+    ({}, claims.HOLDS, 6), ({"qasper": 80.0}, claims.FAILS, 5), ({"qasper": None}, claims.FEW, 5),  # one was not run
+])  # fmt: skip
+def test_what_holds_for_every_corpus_is_judged_one_by_one(tmp_path, changed, verdict, lower):
     """A mean over corpora would let one stand for another."""
     corpora = ("govreport", "qmsum", "narrativeqa", "qasper", "pg19", "code")
     for system, values in (("gla", dict.fromkeys(corpora, 40.0)), ("ccq-gla", dict.fromkeys(corpora, 20.0) | changed)):
-        for seed in range(3):
-            name = f"{system}-nano-seed{seed}"
-            groups = {f"{corpus}/20480": (x, "perplexity") for corpus, x in values.items() if x is not None}
-            evaluation(tmp_path / name, "length", groups, name)
+        groups = {f"{corpus}/20480": (x, "perplexity") for corpus, x in values.items() if x is not None}
+        trials(tmp_path, "length", {system: groups})
     found = judged(tmp_path)["CCQ-GLA has lower perplexity than GLA at 20K on every corpus"]
     assert found.verdict == verdict
-    assert told in found.ours
+    assert f"lower on {lower} of 6, 3 seeds" in found.ours
 
 
 def test_every_score_must_be_told_from_zero_and_one_that_is_not_is_enough():
     lower, open_, higher = (dict(enumerate(x)) for x in ((-3.0, -3.1, -2.9), (5.0, -5.0, 0.0), (3.0, 3.1, 2.9)))
-    for parts, verdict in (
-        ((lower, lower), claims.HOLDS),
-        ((lower, open_), claims.FEW),
-        ((open_, higher), claims.FAILS),
-    ):
+    for *parts, verdict in ((lower, lower, claims.HOLDS), (lower, open_, claims.FEW), (open_, higher, claims.FAILS)):
         known = dict(zip("ab", parts, strict=True))
         pairing = SimpleNamespace(known=known, where=list(known), where_trained="nano", quick="", sources=[])
         assert claims.every(pairing, "lower").verdict == verdict
@@ -171,9 +163,7 @@ def test_every_score_must_be_told_from_zero_and_one_that_is_not_is_enough():
 
 def test_the_interval_over_samples_is_that_of_ccq_compare(tmp_path):
     needles(tmp_path, {"ccq-gla": (70,), "gla": (40,)})
-    rows = [[json.loads(line) for line in (tmp_path / f"{name}-nano-seed0" / "niah.jsonl").read_text().splitlines()]
-            for name in ("gla", "ccq-gla")]  # fmt: skip
-    low, high = paired(*rows, "mean")["interval"]
+    low, high = paired(*(samples(tmp_path / f"{name}-nano-seed0") for name in ("gla", "ccq-gla")), "mean")["interval"]
     told = judged(tmp_path)[PASSKEY]
     assert f"[{low:+.2f}, {high:+.2f}] over samples".replace("-", "−") in told.ours
     assert "1 seed, so no interval over seeds" in told.ours
@@ -184,11 +174,9 @@ def test_the_interval_over_samples_is_that_of_ccq_compare(tmp_path):
 def test_longbench_is_not_testable_below_the_papers_scale(tmp_path):
     says = "CCQ raises the LongBench average of GLA"
     assert judged(tmp_path)[says].verdict == claims.NOT_RUN
+    scores = {"ccq-gla": {"trec/8192": (80.0, "mean")}, "gla": {"trec/8192": (20.0, "mean")}}
     for size, verdict in (("nano", claims.UNTESTABLE), ("1.3b", claims.HOLDS)):
-        for system, value in (("ccq-gla", 80.0), ("gla", 20.0)):
-            for seed in range(3):
-                name = f"{system}-{size}-seed{seed}"
-                evaluation(tmp_path / name, "longbench", {"trec/8192": (value, "mean")}, name)
+        trials(tmp_path, "longbench", scores, size=size)
         assert judged(tmp_path)[says].verdict == verdict
 
 
@@ -205,20 +193,10 @@ def test_costs_are_ratios_to_the_control(everything):
     assert training.verdict == claims.HOLDS
 
 
-def test_a_cost_above_the_papers_does_not_hold(tmp_path):
-    rows = [{"system": name, "size": "1.3b", "B": 8, "T": 4096, "wall_ms": {"median": ms, "low": ms, "high": ms}}
-            for name, ms in (("gla-unit", 100.0), ("ccq-gla", 115.0))]  # fmt: skip
-    (tmp_path / "p.json").write_text(json.dumps({**origin(), "rows": rows}))
-    verdict = judged(tmp_path)["CCQ adds no more to the prefill of 4K tokens than the paper reports"]
-    assert verdict.verdict == claims.FAILS
-    assert verdict.ours.startswith("+15.0% on Unit-norm GLA")
-
-
 def test_alignment_gate_and_intervention_are_read(everything):
     found = judged(everything)
-    assert found["Needle keys lie off the top 16 directions at every layer"].ours.startswith(
-        "SmolLM2-135M: 4 of 4, mean −"
-    )
+    off = found["Needle keys lie off the top 16 directions at every layer"]
+    assert off.ours.startswith("SmolLM2-135M: 4 of 4, mean −")
     rarity = found["... and further off than equally rare tokens that no question asks for: more than rarity"]
     assert rarity.verdict == claims.FAILS  # made of the same tokens
     assert "mean +0.000" in rarity.ours
@@ -236,10 +214,9 @@ def test_a_training_run_alone_tests_no_claim(tmp_path):
 
 def test_evaluations_of_one_seed_with_other_lengths_are_told_apart(tmp_path):
     """The file that lacks the score is not the one whose samples are compared."""
-    for system, value in (("ccq-gla", 70.0), ("gla", 40.0)):
-        for number, group in enumerate((GROUP, "niah_single_1/8192")):
-            name = f"{system}-nano-seed0"
-            evaluation(tmp_path / str(number) / name, "niah", {group: (value, "mean")}, name)
+    for number, group in enumerate((GROUP, "niah_single_1/8192")):
+        scores = {"ccq-gla": {group: (70.0, "mean")}, "gla": {group: (40.0, "mean")}}
+        trials(tmp_path / str(number), "niah", scores, seeds=(0,))
     told = judged(tmp_path)[PASSKEY]
     assert "+30.00 at nano" in told.ours
     assert "over samples" in told.ours
@@ -247,19 +224,16 @@ def test_evaluations_of_one_seed_with_other_lengths_are_told_apart(tmp_path):
 
 
 def test_a_claim_that_rests_on_a_quick_look_says_so(tmp_path):
-    for system, value in (("ccq-gla", 80.0), ("gla", 10.0)):
-        for seed in range(3):
-            name = f"{system}-nano-seed{seed}"
-            evaluation(tmp_path / name, "niah", {GROUP: (value + 5 * seed, "mean")}, name, quick_look=True, limit=4)
+    needles(tmp_path, {"ccq-gla": (80, 85, 90), "gla": (10, 15, 20)}, quick_look=True, limit=4)
     told = judged(tmp_path)[PASSKEY]
     assert told.verdict == claims.HOLDS
     assert told.detail.endswith("; first 4 samples")
 
 
 def test_a_run_without_a_seed_is_no_further_seed(tmp_path):
+    needles(tmp_path, {"ccq-gla": (80, 80), "gla": (10, 10)})
     for system, value in (("ccq-gla", 80.0), ("gla", 10.0)):
-        for seed in ("-seed0", "-seed1", ""):
-            evaluation(tmp_path / f"{system}-nano{seed}", "niah", {GROUP: (value, "mean")}, f"{system}-nano{seed}")
+        evaluation(tmp_path / f"{system}-nano", "niah", {GROUP: (value, "mean")}, f"{system}-nano")
     told = judged(tmp_path)[PASSKEY]
     assert told.verdict == claims.FEW
     assert "2 seeds" in told.ours
@@ -288,11 +262,9 @@ def test_rates_are_never_averaged(tmp_path):
     assert told.verdict == claims.FAILS
 
 
-def test_a_cost_takes_both_backbones_and_the_papers_batch(tmp_path):
-    def verdict(systems, **changes):
-        row = {"size": "1.3b", "B": 8, "T": 4096, "wall_ms": {"median": 100.0, "low": 1.0, "high": 1.0}} | changes
-        rows = [{"system": system, **row} for system in systems]
-        (tmp_path / "p.json").write_text(json.dumps({**origin(), "rows": rows}))
+def test_a_cost_takes_both_backbones_and_the_papers_batch_and_may_not_be_above_the_papers(tmp_path):
+    def verdict(systems, more=0.0, **changes):
+        prefill(tmp_path, *((s, 4096, 100.0 + more * s.startswith("ccq")) for s in systems), **changes)
         return judged(tmp_path)["CCQ adds no more to the prefill of 4K tokens than the paper reports"]
 
     gla, both = ("gla-unit", "ccq-gla"), ("gla-unit", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
@@ -300,16 +272,14 @@ def test_a_cost_takes_both_backbones_and_the_papers_batch(tmp_path):
     assert (verdict(gla).verdict, verdict(gla).detail) == (claims.FEW, "takes both backbones")
     assert verdict(both, B=1).ours == "not run"
     assert verdict(both, T=8192).ours == "not run"
+    assert verdict(gla, 15.0).verdict == claims.FAILS  # one that costs more is enough
+    assert verdict(gla, 15.0).ours.startswith("+15.0% on Unit-norm GLA")
 
 
 def test_what_ccq_changes_is_taken_at_the_same_length(tmp_path):
     from ccq.report.page import build
 
-    rows = [{"system": system, "size": "1.3b", "B": 8, "T": length, "dtype": "bf16",
-             "wall_ms": {"median": ms, "low": ms, "high": ms}}
-            for system, length, ms in (("gla-unit", 8192, 400.0), ("gla-unit", 4096, 200.0), ("ccq-gla", 4096, 220.0))
-            ]  # fmt: skip
-    (tmp_path / "p.json").write_text(json.dumps({**origin(), "rows": rows}))
+    prefill(tmp_path, ("gla-unit", 8192, 400.0), ("gla-unit", 4096, 200.0), ("ccq-gla", 4096, 220.0))
     table = build(collect([tmp_path])).tables["inference"]
     [cell] = [row.cells[1] for row in table.blocks[0].rows if row.label.text == "CCQ-GLA"]
     assert cell.text == "220 (+10.0%)"
@@ -319,12 +289,8 @@ def test_the_interval_over_samples_is_that_of_all_runs_of_a_seed(tmp_path):
     needles(tmp_path, {"ccq-gla": [50.0], "gla": [30.0]})
     folder = tmp_path / "ccq-gla-nano-seed0-repeat"
     evaluation(folder, "niah", {GROUP: (30.0, "mean")}, folder.name, model={"name": folder.name, "hash": "other"})
-    rows = {run: [json.loads(line) for line in (tmp_path / run / "niah.jsonl").read_text().splitlines()]
-            for run in ("gla-nano-seed0", "ccq-gla-nano-seed0", folder.name)}  # fmt: skip
-    control, *runs = rows.values()
+    control, *runs = (samples(tmp_path / name) for name in ("gla-nano-seed0", "ccq-gla-nano-seed0", folder.name))
     bounds = [paired(control, run, "mean")["interval"] for run in runs]
     low, high = ((one + two) / 2 for one, two in zip(*bounds, strict=True))
-    assert (
-        f"+10.00 at nano, 1 seed, so no interval over seeds, {claims.interval((low, high))}"
-        in judged(tmp_path)[PASSKEY].ours
-    )
+    told = f"+10.00 at nano, 1 seed, so no interval over seeds, {claims.interval((low, high))}"
+    assert told in judged(tmp_path)[PASSKEY].ours

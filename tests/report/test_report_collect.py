@@ -39,23 +39,18 @@ def test_a_file_a_folder_and_the_same_again_count_once(tmp_path):
 def test_damaged_files_are_named_and_the_rest_is_there(tmp_path):
     evaluation(tmp_path / "good", "niah", ONE, "gla-nano")
     content = (tmp_path / "good" / "niah.json").read_text()
-    (tmp_path / "cut.json").write_text(content[: len(content) // 2])
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    broken = json.loads(content)
-    del broken["model"]
-    (tmp_path / "lacks.json").write_text(json.dumps(broken))
-    broken = json.loads(content)
-    broken["scores"] = {"niah_single_1/1024": "high"}
-    (tmp_path / "scores.json").write_text(json.dumps(broken))
-    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     whole = json.loads(content)
-    (tmp_path / "suite.json").write_text(json.dumps(whole | {"suite": [1]}))
-    (tmp_path / "hash.json").write_text(json.dumps(whole | {"model": {"name": "gla-nano", "hash": [1]}}))
-    (tmp_path / "identity.json").write_text(json.dumps(whole | {"identity": {"system": 1}}))
+    changes = {"scores": {"scores": {"niah_single_1/1024": "high"}}, "identity": {"identity": {"system": 1}},
+               "suite": {"suite": [1]}, "hash": {"model": {"name": "gla-nano", "hash": [1]}}}  # fmt: skip
+    bad = {name: json.dumps(whole | changed) for name, changed in changes.items()}
+    bad |= {"cut": content[: len(content) // 2], "deep": "[" * 100_000 + "]" * 100_000, "bytes": "\udcff\udcfe\0"}
+    bad["lacks"] = json.dumps({key: value for key, value in whole.items() if key != "model"})
+    for name, text in bad.items():
+        (tmp_path / f"{name}.json").write_text(text, errors="surrogateescape")
     found = without_unusable(collect([tmp_path]))
     assert [source.name for source in found.sources] == ["good/niah.json"]
-    assert len(found.problems) == 8
-    for name in ("cut", "bytes", "lacks", "scores", "deep", "suite", "hash", "identity"):
+    assert len(found.problems) == len(bad) == 8
+    for name in bad:
         assert sum(f"{name}.json" in problem for problem in found.problems) == 1
 
 
@@ -78,21 +73,16 @@ def test_what_is_half_finished_is_said(tmp_path):
     ]
 
 
-def test_a_packed_log_is_read_as_a_plain_one(tmp_path):
-    training_run(tmp_path / "run", "gla_tiny", 0, logged=600)
-    plain = collect([tmp_path]).of("run")[0].records
-    pack(tmp_path / "run" / "log.jsonl")
-    assert collect([tmp_path]).of("run")[0].records == plain != []
-
-
-def test_a_damaged_line_of_a_log_is_named_and_the_others_are_kept(tmp_path):
+def test_a_packed_log_is_read_as_a_plain_one_and_a_damaged_line_of_it_named(tmp_path):
     training_run(tmp_path / "run", "gla_tiny", 0, logged=600)
     log = tmp_path / "run" / "log.jsonl"
-    lines = log.read_text().splitlines()
+    plain, lines = collect([tmp_path]).of("run")[0].records, log.read_text().splitlines()
+    pack(log)
+    assert collect([tmp_path]).of("run")[0].records == plain != []
     log.write_text("\n".join([lines[0], "{", *lines[2:]]) + "\n")
     found = collect([tmp_path])
     assert found.problems == ["run/log.jsonl: line 2 is damaged and left out."]
-    assert len(found.of("run")[0].records) == len(lines) - 1
+    assert found.of("run")[0].records == [plain[0], *plain[2:]]
 
 
 def test_mixed_commits_versions_samples_and_quick_looks_are_said(tmp_path):
@@ -119,16 +109,13 @@ def test_a_result_is_of_what_it_says(tmp_path):
     evaluation(tmp_path / "gla-nano-seed3", "niah", ONE, "gla-nano-seed3", identity=told)  # not what its names say
     found = {source.path.parent.name: source for source in collect([tmp_path]).of("eval")}
     system = Identity("ccq-gated-deltanet-uncentred", "", "tiny")
-    assert {name: (row(s), s.seed, s.run is not None) for name, s in found.items()} == {
-        "eval": (system, 7, True),
-        "gla-nano-seed3": (system, 7, False),
-    }
+    told = {name: (row(s), s.seed, s.run is not None) for name, s in found.items()}
+    assert told == {"eval": (system, 7, True), "gla-nano-seed3": (system, 7, False)}
 
 
 def test_a_result_without_identity_is_shown_under_its_models_name_and_compared_with_nothing(tmp_path):
     text_run(tmp_path / "gla_nano_seed0", "gla_nano", 0, 30.0)
     evaluation(tmp_path / "gla_nano_seed0" / "eval", "niah", ONE, "gla-nano-seed0", identity=None)
-    found = collect([tmp_path])
     evaluation(tmp_path / "other", "niah", ONE, "gla-nano-seed0", identity=None)
     found = collect([tmp_path])
     names = ["gla-nano-seed0 (eval/niah.json)", "gla-nano-seed0 (other/niah.json)"]
@@ -147,9 +134,6 @@ def test_a_run_of_an_older_version_is_what_its_options_tell(tmp_path):
     assert (row(run), run.seed) == (Identity("ccq-gla-open", "", "pico"), 3)
 
 
-SHIPPED = Identity("gla", "convolution of 4", "pico")
-
-
 def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
     """The shipped gla-pico has a convolution; a run called gla-pico need not."""
     text_run(tmp_path / "gla-pico", "gla_pico", 0, 30.0)
@@ -162,21 +146,18 @@ def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):
                model={"name": "gla-pico", "hash": "a" * 64})  # fmt: skip
     found = collect([tmp_path])
     told = {(s.path.parent.name, s.detail): (row(s), s.seed) for s in found.of("eval")}
-    run = Identity("gla", "", "pico")
-    assert told == {("eval", "niah"): (run, 0), ("gla-pico", "niah"): (SHIPPED, 0), ("again", "length"): (run, 0)}
+    run, ships = Identity("gla", "", "pico"), Identity("gla", "convolution of 4", "pico")
+    assert told == {("eval", "niah"): (run, 0), ("gla-pico", "niah"): (ships, 0), ("again", "length"): (run, 0)}
     results = Results(found)
     values = {s: results.estimate(s, "niah:niah_single_1/1024").value for s in results.rows("niah")}
-    assert values == {run: 50.0, SHIPPED: 90.0}
+    assert values == {run: 50.0, ships: 90.0}
 
 
 def test_of_a_seed_only_equal_weights_and_declared_repeats_are_averaged(tmp_path):
     group = "niah_single_1/1024"
-    for folder, value, weights, n in (
-        ("gla-nano-seed0", 80.0, "a", 20),
-        ("gla-nano-seed0 again", 60.0, "a", 20),
-        ("gla-nano-seed0-repeat1", 40.0, "b", 20),
-        ("gla-nano-seed0 other", 0.0, "c", 10),
-    ):
+    for folder, value, weights, n in (("gla-nano-seed0", 80.0, "a", 20), ("gla-nano-seed0 again", 60.0, "a", 20),
+                                      ("gla-nano-seed0-repeat1", 40.0, "b", 20), ("gla-nano-seed0 other", 0.0, "c", 10)
+                                      ):  # fmt: skip
         model = {"name": folder.split()[0], "hash": weights}
         evaluation(tmp_path / folder, "niah", {group: (value, "mean")}, model["name"], n=n, model=model)
     estimate = Results(collect([tmp_path])).estimate(Identity("gla", "", "nano"), f"niah:{group}")
@@ -204,20 +185,15 @@ def test_sources_of_one_name_say_their_folder(tmp_path):
     for text in ("plain", "needles"):
         evaluation(tmp_path / text / "gla-nano-seed0" / "eval", "niah", ONE, "model")
     evaluation(tmp_path / "plain" / "gla-nano-seed1" / "eval", "niah", ONE, "model")
-    assert [source.name for source in collect([tmp_path]).sources] == [
-        "gla-nano-seed1/eval/niah.json",
-        "needles/gla-nano-seed0/eval/niah.json",
-        "plain/gla-nano-seed0/eval/niah.json",
-    ]
+    names = ["gla-nano-seed1", "needles/gla-nano-seed0", "plain/gla-nano-seed0"]
+    assert [source.name for source in collect([tmp_path]).sources] == [f"{name}/eval/niah.json" for name in names]
 
 
 def test_of_an_evaluation_in_stages_it_is_said_where_the_model_answered(tmp_path):
     metrics = "ccq eval gla --stage metrics"
     evaluation(tmp_path / "old", "niah", ONE, "gla-nano-seed0", command=metrics, gpu=None, cpu="Some CPU", cores=2)
-    stages = {
-        "requests": {"command": "ccq eval gla --limit 9 --stage requests", "cpu": "Some CPU"},
-        "score": {"command": "ccq eval gla --stage score", "gpu": "Some GPU", "commit": "beef" * 10},
-    }
+    stages = {"requests": {"command": "ccq eval gla --limit 9 --stage requests", "cpu": "Some CPU"},
+              "score": {"command": "ccq eval gla --stage score", "gpu": "Some GPU", "commit": "beef" * 10}}  # fmt: skip
     evaluation(tmp_path / "new", "niah", ONE, "gla-nano-seed1", command=metrics, stages=stages)
     new, old = collect([tmp_path]).sources
     assert (old.hardware, old.commands) == ("metrics: Some CPU, 2 cores", metrics)

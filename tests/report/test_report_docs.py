@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from made_results import BENCHMARKS
 
-import ccq.report
 from ccq import cli
 from ccq.report import docs
 from ccq.report.collect import collect
@@ -65,8 +64,7 @@ def test_the_command_fills_what_is_marked_and_leaves_the_rest(tmp_path, monkeypa
     assert "old" not in text
     assert re.search(r"From results/op_h200.json \(NVIDIA H200; .*; commit \w{7}.*; 20\d\d-\d\d-\d\d\)", text)
     assert not Path("report").exists()  # the page was not asked for
-    ccq.report.fill([BENCHMARKS / "op_h200.json"], [file])
-    assert file.read_text() == text
+    assert docs.filled(text, assemble(collect([BENCHMARKS / "op_h200.json"]))) == text
 
 
 def test_a_table_without_results_is_said_to_be_missing():
@@ -74,13 +72,10 @@ def test_a_table_without_results_is_said_to_be_missing():
     assert "Not run." in docs.filled(text, assemble(collect([])))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- ccq report: layr -->\n<!-- /ccq report -->\n", "no such table. Did you mean 'layer'?"),
-        ("nothing\n", "expected a place to fill"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("<!-- ccq report: layr -->\n<!-- /ccq report -->\n", "no such table. Did you mean 'layer'?"),
+    ("nothing\n", "expected a place to fill"),
+])  # fmt: skip
 def test_what_cannot_be_filled_is_refused_by_name(tmp_path, capsys, text, message):
     file = tmp_path / "page.md"
     file.write_text(text)

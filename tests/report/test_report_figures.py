@@ -1,7 +1,7 @@
 """Models of different sizes are never drawn into one panel, and a figure has no panel that shows nothing."""
 
 import pytest
-from made_results import evaluation
+from made_results import evaluation, trials
 from matplotlib.figure import Figure as Canvas
 
 from ccq.figures import save
@@ -16,9 +16,9 @@ def two_sizes(tmp_path):
     """Needles of two sizes, the smaller with other lengths."""
     for size, lengths in (("nano", (1024, 8192)), ("pico", (512, 1024))):
         for system in ("gla", "ccq-gla"):
-            name = f"{system}-{size}-seed0"
             groups = {f"niah_single_{task}/{n}": (50.0, "mean") for task in (1, 2) for n in lengths}
-            evaluation(tmp_path / name, "niah", groups, name, samples={"hash": size, "count": 4, "requests": 4})
+            told = {"hash": size, "count": 4, "requests": 4}
+            trials(tmp_path, "niah", {system: groups}, (0,), size, samples=told)
     return collect([tmp_path])
 
 
@@ -30,15 +30,13 @@ def test_each_size_has_panels_of_its_own(two_sizes):
     axes = Canvas().subplots()
     figure.panels[-1].draw(axes)
     assert [list(line.get_xdata()) for line in axes.get_lines()] == [[512, 1024]] * 2
-    assert [entry[0] for entry in figure.legend] == ["GLA", "CCQ-GLA"]
+    assert list(figure.legend) == ["GLA", "CCQ-GLA"]
 
 
 def test_a_place_without_a_panel_stays_empty(two_sizes, tmp_path, monkeypatch):
     figure = figures.needles(Results(two_sizes))  # four panels, three beside each other
     shown = []
-    monkeypatch.setattr(
-        Canvas, "savefig", lambda canvas, *_, **__: shown.append([x.get_visible() for x in canvas.axes])
-    )
+    monkeypatch.setattr(Canvas, "savefig", lambda self, *_, **__: shown.append([x.get_visible() for x in self.axes]))
     save(figure, tmp_path / "x.png")
     assert shown == [[True] * 4 + [False] * 2]
 
@@ -57,19 +55,16 @@ def test_a_quick_look_at_lengths_is_drawn_on_the_same_text(tmp_path):
     """The first windows of each length are more text the longer they are: what falls there may be due to the text."""
     groups = {f"pg19{view}/{n}": (30.0 + 9 * bool(view), "perplexity") for view in ("", "/same") for n in (4096, 8192)}
     for quick in (False, True):
-        for system in ("gla", "ccq-gla"):
-            name = f"{system}-nano-seed0"
-            evaluation(tmp_path / name, "length", groups, name, quick_look=quick, limit=2 if quick else None)
+        both = {"gla": groups, "ccq-gla": groups}
+        trials(tmp_path, "length", both, (0,), quick_look=quick, limit=2 if quick else None)
         results = Results(collect([tmp_path]))
         figure = figures.extrapolation(results)
         axes = Canvas().subplots()
         figure.panels[0].draw(axes)
-        expected = [
-            results.estimate(s, f"length:pg19{'/same' if quick else ''}/4096").value for s in results.rows("length")
-        ]
+        where = f"length:pg19{'/same' if quick else ''}/4096"
+        expected = [results.estimate(row, where).value for row in results.rows("length")]
         assert [line.get_ydata()[0] for line in axes.get_lines()] == expected
         assert ("the same 2,048 tokens at every length" in figure.caption) == quick
-    for name in ("gla-nano-seed0", "ccq-gla-nano-seed0"):  # asked whole: the quick look of another seed changes nothing
-        evaluation(tmp_path / name, "length", groups, name)
+    trials(tmp_path, "length", both, (0,))  # asked whole: the quick look of another seed changes nothing
     evaluation(tmp_path / "b", "length", groups, "gla-nano-seed1", quick_look=True, limit=2)
     assert "the same 2,048" not in figures.extrapolation(Results(collect([tmp_path]))).caption

@@ -1,18 +1,21 @@
 """The page: the numbers of the files, said once more; produced from anything, and standing by itself."""
 
+import functools
+import html
 import json
+import operator
 import random
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from made_results import BENCHMARKS, evaluation, named, training_run
+from made_results import BENCHMARKS, evaluation, named, rows_in, training_run
 
 import ccq.report
 from ccq import cli
-from ccq.figures import legend_of
+from ccq.figures import FAMILIES, TONES, lines_of
 from ccq.report import claims, figures
 from ccq.report.collect import collect
 from ccq.report.page import assemble, build, without_unusable
@@ -23,25 +26,6 @@ from ccq.systems import SYSTEMS, Identity
 pytestmark = pytest.mark.xdist_group("report page")  # in one process: the page of everything is made once
 
 
-class Parsed(HTMLParser):
-    """What the page is made of and refers to, and its words."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.ids, self.links, self.words, self.styled = [], [], [], "", False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.tags.append(tag)
-        self.styled = tag == "style"
-        self.ids += [given["id"]] if "id" in given else []
-        self.links += [given[name] for name in ("href", "src", "xlink:href") if name in given]
-
-    def handle_data(self, data):
-        self.words += "" if self.styled else data
-
-
 @pytest.fixture(scope="session")
 def page(everything):
     return assemble(collect([everything]))
@@ -49,7 +33,11 @@ def page(everything):
 
 @pytest.fixture(scope="session")
 def parsed(report):
-    return Parsed((report / "index.html").read_text())
+    """What the page refers to, and its words."""
+    text = (report / "index.html").read_text()
+    links = re.findall(r'\s(?:xlink:href|href|src)="([^"]*)"', text)
+    words = html.unescape(re.sub(r"<style.*?</style>|<[^>]+>", "", text, flags=re.DOTALL))
+    return SimpleNamespace(text=text, ids=re.findall(r'\sid="([^"]*)"', text), links=links, words=words)
 
 
 def rows_of(table, title=None):
@@ -101,20 +89,20 @@ def test_the_papers_numbers_are_on_the_page_as_printed(page, name, table):
 
 def test_speed_numbers_are_those_of_the_files(page):
     rows = rows_of(page.tables["inference"])
-    for result in json.loads((BENCHMARKS / "prefill_h200.json").read_text())["rows"]:
+    for result in rows_in("prefill_h200"):
         assert rows[label(result["system"])][1].text.split(" ")[0] == f"{result['wall_ms']['median']:.0f}"
-    for result in json.loads((BENCHMARKS / "decode_h200.json").read_text())["rows"]:
+    for result in rows_in("decode_h200"):
         cells = texts(rows[label(result["system"])])
         assert cells[2] == (str(result["paper_tok_s"]) if result["paper_tok_s"] else "–")
         assert cells[3].split(" ")[0] == f"{result['generate_tok_s']:.0f}"
     op = rows_of(page.tables["op"])
     at = {("ours", "forward"): 0, ("with gate", "forward"): 1, ("ours", "forward and backward"): 2}
-    for result in json.loads((BENCHMARKS / "op_h200.json").read_text())["rows"]:
+    for result in rows_in("op_h200"):
         if (where := at.get((result["name"], result["pass"]))) is not None:
             cells = op[f"batch {result['B']}, {result['T']:,} tokens"]
             assert cells[where].text == f"{1e3 * result['ms']['median']:.0f}"
     decode = rows_of(page.tables["decode-op"])
-    for result in json.loads((BENCHMARKS / "decode_op_h200.json").read_text())["rows"]:
+    for result in rows_in("decode_op_h200"):
         system = {"gla": "gla", "gdn": "gated-deltanet"}[result["backbone"]]
         name = {"fla": f"{label(system)}, by fla", "ours": label(f"ccq-{system}")}.get(result["variant"])
         if name is not None:
@@ -131,8 +119,7 @@ def test_speed_is_set_against_the_control(page):
     rows = rows_of(page.tables["lengths"])
     assert texts(rows["CCQ-GLA, 1.3B"]) == ["46,000 (−4.2%)"] * 3
     assert texts(rows["Unit-norm GLA, 1.3B"]) == ["48,000"] * 3
-    layer = {(r["backbone"], r["variant"]): r["graph_ms"]["median"]
-             for r in json.loads((BENCHMARKS / "layer_h200.json").read_text())["rows"]
+    layer = {(r["backbone"], r["variant"]): r["graph_ms"]["median"] for r in rows_in("layer_h200")
              if (r["pass"], r["T"]) == ("forward and backward", 4096)}  # fmt: skip
     cell = rows_of(page.tables["layer"])["CCQ-GLA"][1].text
     assert cell == f"{layer['gla', 'ours']:.2f} ({layer['gla', 'ours'] / layer['gla', 'unit']:.2f}×)"
@@ -185,9 +172,8 @@ def test_html_and_markdown_have_every_cell(page, parsed):
 
 
 def test_the_same_results_give_the_same_page(everything, tmp_path):
-    shutil.copytree(everything / "bench", tmp_path / "bench")
     for name in ("a", "b"):
-        ccq.report.write([tmp_path / "bench"], tmp_path / name)
+        ccq.report.write([everything / "bench"], tmp_path / name)
     assert (tmp_path / "a" / "index.html").read_bytes() == (tmp_path / "b" / "index.html").read_bytes()
 
 
@@ -195,15 +181,13 @@ def test_the_same_results_give_the_same_page(everything, tmp_path):
 
 
 def test_the_page_stands_by_itself(report, parsed):
-    assert "script" not in parsed.tags
+    assert "<script" not in parsed.text
     assert [link for link in parsed.links if not link.startswith(("#", "data:", "figures/"))] == []
-    text = (report / "index.html").read_text()
-    assert "@import" not in text
-    assert not re.search(r"url\((?!#)", text)
+    assert "@import" not in parsed.text
+    assert not re.search(r"url\((?!#)", parsed.text)
     for link in parsed.links:
-        assert (
-            link[1:] in parsed.ids if link.startswith("#") else link.startswith("data:") or (report / link).exists()
-        ), link
+        inside = link[1:] in parsed.ids if link.startswith("#") else link.startswith("data:")
+        assert inside or (report / link).exists(), link
     assert len(parsed.ids) == len(set(parsed.ids)), "an id twice"
 
 
@@ -294,32 +278,18 @@ def pick(rng, place):
     return rng.choice(keys) if keys else None
 
 
-def damaged_gate(content):
-    content["layers"] = content["layers"][:-1]
+HISTOGRAM = ("runs", 0, "test", "slices", 0, "histogram", 0, 0)
 
 
-def damaged_goal(content):
-    content["goals"][0]["name"] = [1]
-
-
-def damaged_histogram(content):
-    content["runs"][0]["test"]["slices"][0]["histogram"][0][0] = 10**30
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("analysis/gate_x.json", damaged_gate),
-        ("bench/operator_cpu.json", damaged_goal),
-        ("mqar_seeds.json", damaged_histogram),
-    ],
-)
-def test_damage_that_shows_only_when_drawn_is_named(everything, tmp_path, name, damage):
-    content = json.loads((everything / name).read_text())
-    damage(content)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "x.json").write_text(json.dumps(content))
+@pytest.mark.parametrize(("name", "place", "value"), [
+    ("analysis/gate_x", ("layers",), [0]), ("bench/operator_cpu", ("goals", 0, "name"), [1]),
+    ("mqar_seeds", HISTOGRAM, 10**30),
+])  # fmt: skip
+def test_damage_that_shows_only_when_drawn_is_named(everything, tmp_path, name, place, value):
+    content = json.loads((everything / f"{name}.json").read_text())
+    functools.reduce(operator.getitem, place[:-1], content)[place[-1]] = value
     evaluation(tmp_path / "results" / "good", "niah", {"niah_single_1/1024": (50.0, "mean")}, "gla-nano")
+    (tmp_path / "results" / "x.json").write_text(json.dumps(content))
     text = build(collect([tmp_path / "results"])).markdown()
     assert "results/x.json lacks what it should have and is left out" in text
     assert "good/niah.json" in text
@@ -340,9 +310,10 @@ def test_a_family_has_one_colour_and_each_system_and_variant_its_own_line():
     variants = ("", "trained on plain text", "convolution of 4")
     for family in {system.family for system in SYSTEMS.values()}:
         mine = [Identity(s.name) for s in SYSTEMS.values() if s.family == family]
-        lines = legend_of([*mine, *(Identity(mine[0].system, variant) for variant in variants)])
-        assert len({colour for _, colour, _, _ in lines}) == 1
-        assert len({line[1:] for line in lines}) == len(mine) + 2
+        lines = lines_of([*mine, *(Identity(system.system, variant) for variant in variants for system in mine[:3])])
+        assert {line["color"] for line in lines.values()} <= set(TONES[FAMILIES[family]])
+        looks = {(line["ls"], line["color"]) for line in lines.values()}  # told apart without their markers
+        assert len(looks) == len(lines) == len(mine) + 2 * len(mine[:3])
 
 
 def test_the_gates_figure_says_what_text_was_read(everything, tmp_path):

@@ -1,10 +1,9 @@
 """The paper's numbers, and the notes where it disagrees with itself."""
 
-import json
 import re
 
 import pytest
-from made_results import BENCHMARKS
+from made_results import rows_in
 
 from ccq.bench.layer import paper_ms
 from ccq.report.paper import leader, load, numbers_of
@@ -25,10 +24,8 @@ def test_the_columns_whose_bold_is_wrong_are_noted_and_no_other():
                 best = [system for system, value in values.items() if value == top]
                 bold = [system for system, cells in table.of(scale).items() if cells[at].bold]
                 if bold != best:
-                    has, should = (f"{SYSTEMS[s].label} {values[s]}" for s in (bold[0], best[0]))
-                    wrong.append(
-                        f"{column.heading}, {scale.upper()}: the paper prints {has} in bold; best is {should}."
-                    )
+                    has, top = (f"{SYSTEMS[s].label} {values[s]}" for s in (bold[0], best[0]))
+                    wrong.append(f"{column.heading}, {scale.upper()}: the paper prints {has} in bold; best is {top}.")
     assert wrong == [note for table in TABLES.values() for note in table.notes if "in bold" in note]
     assert len(wrong) == 2
 
@@ -44,12 +41,10 @@ def test_means_are_those_of_their_cells():
 
 
 def test_what_the_notes_quote_is_in_the_cells():
-    quoted = 0
+    quoted, quote = 0, re.compile(r"(\w+ \w+|\w+): ([\d.]+) against ([\d.]+) \((.+?)\)")
     for table in TABLES.values():
         for note in table.notes:
-            for heading, one, two, difference in re.findall(
-                r"(\w+ \w+|\w+): ([\d.]+) against ([\d.]+) \((.+?)\)", note
-            ):
+            for heading, one, two, difference in quote.findall(note):
                 cells = {table.cell(*row, heading).text for row in table.rows}
                 assert {one, two} <= cells
                 assert f"{float(one) - float(two):+.2f}".replace("-", "−") == difference
@@ -72,11 +67,11 @@ def test_tables_that_share_cells_agree():
 
 def test_benchmarks_quote_the_same_numbers():
     for file, at, key in (("prefill_h200", 0, "paper_ms"), ("decode_h200", 1, "paper_tok_s")):
-        for row in json.loads((BENCHMARKS / f"{file}.json").read_text())["rows"]:
+        for row in rows_in(file):
             assert next(iter(numbers_of("inference", row["system"])[at:]), None) == row[key]
-    for row in json.loads((BENCHMARKS / "layer_h200.json").read_text())["rows"]:
+    for row in rows_in("layer_h200"):
         assert paper_ms(row["backbone"], row["variant"], row["pass"], row["T"]) == row["paper_ms"]
-    for row in json.loads((BENCHMARKS / "train_h200.json").read_text())["rows"]:
+    for row in rows_in("train_h200"):
         assert row["paper"] in (None, numbers_of("training", row["system"]))
 
 

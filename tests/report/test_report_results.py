@@ -101,15 +101,14 @@ def test_tasks_are_kept_apart_and_of_mads_grid_the_chosen_decay_counts(tmp_path)
     write_json(tmp_path / "mad.json", content)
     sweep(tmp_path / "x.json", [recall_run("gla", 1e-3, 0, 2000)], "rows")
     results = Results(collect([tmp_path]))
-    assert [row.size for row in results.rows("recall")] == [
-        "width 128, 2,000 steps", "MAD, noisy, width 128, 2,000 steps",
-    ]  # fmt: skip
+    told = "width 128, 2,000 steps"
+    assert [row.size for row in results.rows("recall")] == [told, f"MAD, noisy, {told}"]
     noisy = results.estimate(results.rows("recall")[1], RECALL)
     assert noisy.value == pytest.approx(100 * runs[1]["test"]["accuracy"], abs=1e-3)
     low, high = noisy.over_samples
     assert low < noisy.value < high
     text = "".join(str(table) for table in tables(results))
-    assert "MAD, noisy, width 128, 2,000 steps" in text
+    assert f"MAD, noisy, {told}" in text
     assert "128 tokens, keys of at most 32" in text
 
 
@@ -148,12 +147,9 @@ def test_a_run_again_with_its_seed_is_averaged_into_it(everything, tmp_path):
 
 def test_claims_are_judged_on_differences_of_equal_seeds(everything):
     verdict = judged(everything, "ccq-gla-open", "gla-unit")
-    pairs = [
-        100 * (recall_run("ccq_gla_open", 3.16e-3, seed, 10_000)["test"]["accuracy"]
-               - recall_run("gla_unit", 3.16e-3, seed, 10_000)["test"]["accuracy"])
-        for seed in (1, 2, 3)
-    ]  # fmt: skip
-    low, high = seed_interval(pairs)
+    one, two = ([recall_run(row, 3.16e-3, seed, 10_000)["test"]["accuracy"] for seed in (1, 2, 3)]
+                for row in ("ccq_gla_open", "gla_unit"))  # fmt: skip
+    low, high = seed_interval([100 * (x - y) for x, y in zip(one, two, strict=True)])
     assert f"at width 128, 10,000 steps, [{low:+.2f}, {high:+.2f}] over 3 seeds".replace("-", "−") in verdict.ours
     assert "over samples" in verdict.ours
     assert verdict.verdict == (HOLDS if low > 0 else FAILS if high < 0 else verdict.verdict)
@@ -190,9 +186,8 @@ def test_what_the_command_writes_is_read(tmp_path):
            "--set", "data.valid_slices=[[32,4,4],[64,8,4]]", "--set", "dtype=fp32"]  # fmt: skip
     assert cli.main(["sweep", "mqar", *toy, "--out", str(tmp_path)]) == 0
     results = Results(collect([tmp_path]))
-    assert [row.label for row in results.rows("recall")] == [
-        "GLA, other recall samples", "CCQ-GLA, gate from 0.5, other recall samples"
-    ]  # fmt: skip
+    labels = ["GLA, other recall samples", "CCQ-GLA, gate from 0.5, other recall samples"]
+    assert [row.label for row in results.rows("recall")] == labels
     assert results.settings("recall") == ["average", "32-4", "64-8"]
     for row in results.rows("recall"):
         written = [r.source.content for r in results.of(row, "recall") if r.setting == "average"]
@@ -214,9 +209,8 @@ def test_doubts_of_two_sets_of_samples_add_up_in_squares(tmp_path):
 
 
 def test_where_both_answer_all_nothing_is_tested(tmp_path):
-    runs = [
-        recall_run(row, 3.16e-3, seed, 2000) for row in ("gated_deltanet", "ccq_gated_deltanet") for seed in (1, 2, 3)
-    ]
+    both = ("gated_deltanet", "ccq_gated_deltanet")
+    runs = [recall_run(row, 3.16e-3, seed, 2000) for row in both for seed in (1, 2, 3)]
     for run in runs:
         for part in run["test"]["slices"]:
             part["accuracy"] = (0.999 if run["row"] == "gated_deltanet" else 0.9995) + 1e-5 * run["seed"]
@@ -264,11 +258,8 @@ def test_an_average_is_over_what_all_models_of_a_size_were_asked(tmp_path):
     evaluation(tmp_path / "c", "mqar", {"64-4": (20.0, "mean")}, "gla-pico")  # another size: it stands by itself
     results = Results(collect([tmp_path]))
     found = {row.system + row.size: results.estimate(row, "mqar:average") for row in results.rows("mqar")}
-    assert {name: estimate.value for name, estimate in found.items()} == {
-        "glanano": 60,
-        "ccq-glanano": 60,
-        "glapico": 20,
-    }
+    values = {name: estimate.value for name, estimate in found.items()}
+    assert values == {"glanano": 60, "ccq-glanano": 60, "glapico": 20}
     assert found["glanano"].notes == ["mean over the 2 that all were asked of 3: 64-4, 128-8"]
     assert found["glanano"].over_samples is None  # the file's own is of all three
     assert found["ccq-glanano"].notes == []
