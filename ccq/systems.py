@@ -195,19 +195,14 @@ def recipe_name(system: str, size: str) -> str:
 class Identity:
     """What a run, an export, a result or an analysis is of; plain JSON, under "identity"."""
 
-    system: str = ""
-    """a name in SYSTEMS, or what a foreign model calls itself"""
+    system: str = ""  # a name in SYSTEMS, or what a foreign model calls itself
+    # what tells it from other runs of the system, such as "trained on plain text"; a run adds what its options do
     variant: str = ""
-    """what tells it from other runs of the system, such as "trained on plain text"; a run adds what its options do"""
-    size: str = ""
-    """one of SIZES, or "width 96" """
+    size: str = ""  # one of SIZES, or "width 96"
     seed: int | None = None
-    repeat: int = 0
-    """0: the first run of its seed; 1: the same once more; ..."""
-    tokens: int | None = None
-    """that it was trained on; samples, of recall"""
-    needles: float | None = None
-    """the share of needle documents in the training tokens, where known"""
+    repeat: int = 0  # 0: the first run of its seed; 1: the same once more; ...
+    tokens: int | None = None  # that it was trained on; samples, of recall
+    needles: float | None = None  # the share of needle documents in the training tokens, where known
     recipe: str | None = None
 
     def __post_init__(self) -> None:
