@@ -214,7 +214,7 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
 
     from ccq.recipes import recipe
     from ccq.train.config import identified
-    from ccq.train.recall_result import scores_of
+    from ccq.train.recall import scores_of
 
     config = recipe(recipe_name(row, size))
     config.seed, config.steps = seed, steps

@@ -11,8 +11,10 @@ S kinds of samples (slices), B sequences of a batch, L tokens, P queries of a se
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +22,22 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ccq.data.batches import IGNORE
 from ccq.data.recall import Recall
+from ccq.model.info import info
 from ccq.model.loss import linear_cross_entropy, outer
 from ccq.ops.precision import stats_dtype
-from ccq.train.captured import WARM_UP, DeviceUpdate
-from ccq.train.config import Config
+from ccq.provenance import provenance
+from ccq.train.config import Config, model_config
 from ccq.train.data import recall_source
-from ccq.train.loop import Trainer
-from ccq.train.optimizer import learning_rate, squared_norms
+from ccq.train.optimizer import learning_rate, pure_decay
+from ccq.train.trainer import WARM_UP, Trainer, captured
 from ccq.train.world import World
 
 EVALUATED = 65_536  # tokens that are evaluated at once
+POINTS = 40  # of a curve
 
 
 @dataclass(frozen=True)
@@ -106,83 +111,64 @@ class RecallRun:
     def __init__(self, config: Config, device: torch.device, data: RecallData) -> None:
         self.config, self.device, self.data = config, device, data
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        zeros = functools.partial(torch.zeros, device=device)
         with self.on_stream():  # of the weights too: a gradient is added up on the stream where its weight was made
             self.trainer = Trainer(config, World(0, 1, device))
             self.model = self.trainer.model
-            cleaners = self.trainer.gates.cleaners
-            rates = [learning_rate(n, config) for n in range(config.steps)]
-            self.rates = torch.tensor(rates, dtype=torch.float64, device=device)
-            self.update = DeviceUpdate(self.trainer)
-            self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step
-            self.taken = [torch.zeros_like(self.at) for _ in data.order]  # batches of each slice
-            self.losses = torch.zeros(config.steps, dtype=torch.float64, device=device)
-            self.norms = torch.zeros_like(self.losses)
-            self.skipped = torch.zeros_like(self.at)
-            self.lams = torch.zeros(config.steps, len(cleaners), dtype=torch.float64, device=device)
-            self.valid_right = torch.zeros(len(data.valid), dtype=torch.int64, device=device)
             self.trainer.gates.record(True, angle=False)
-        self.steps: dict[int, Callable[[], Any]] = {}  # of each slice: what runs a step
-        self.validation: Callable[[], Any] = self.validate
-        self.captured = False
+            self.at, self.skipped = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64)  # the step
+            self.taken = [torch.zeros_like(self.at) for _ in data.order]  # batches of each slice
+            self.rates, self.losses, self.norms = zeros(3, config.steps, dtype=torch.float64)
+            self.lams = zeros(config.steps, len(self.trainer.gates.cleaners), dtype=torch.float64)
+            self.valid_right = zeros(len(data.valid), dtype=torch.int64)
+        self.replays: dict[int | None, Callable[[], Any]] = {}  # the graph of a step on each slice; None: of validation
+
+    @property
+    def captured(self) -> bool:
+        return bool(self.replays)
 
     def on_stream(self) -> Any:
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def start(self, capture: bool = True) -> RecallRun:
-        """Make the steps ready: on a GPU, warm up, capture, and put everything back as it was."""
-        numbers = sorted(set(self.data.slices))
-        self.steps = {n: functools.partial(self.step, n) for n in numbers}
-        if self.stream is None:
-            return self
-        masters = self.trainer.prepared.masters
+        """Make the steps ready: on a GPU, warm up and capture them, at rate 0, so that no weight moves."""
+        rates = torch.tensor([learning_rate(n, self.config) for n in range(self.config.steps)], dtype=torch.float64)
         with self.on_stream():
-            before = {name: x.detach().clone() for name, x in masters.items()}
-            for number in numbers:
-                for _ in range(WARM_UP):
-                    self.rewind()
-                    self.step(number)
-            self.validate()
-            if capture:
-                self.capture(numbers)
-            self.rewind()
-            with torch.no_grad():
-                for name, x in masters.items():
-                    x.copy_(before[name])
-            for state in self.trainer.optimizer.state.values():
-                for value in state.values():
-                    value.zero_()
-            self.trainer.prepared.refresh()
-        self.stream.synchronize()
+            if self.stream is not None:
+                self.warm_up(capture)
+            self.rates.copy_(rates)
+        self.wait()
         return self
+
+    def warm_up(self, capture: bool) -> None:
+        numbers = sorted(set(self.data.slices))
+        for number in numbers * WARM_UP:
+            self.rewind()
+            self.step(number)
+        self.validate()
+        if capture:
+            pool = torch.cuda.graph_pool_handle()  # shared: nothing in it outlives a replay
+            for number in numbers:
+                self.replays[number] = captured(functools.partial(self.step, number), pool)[0].replay
+            self.replays[None] = captured(self.validate, pool)[0].replay
+        self.rewind()
+        for state in self.trainer.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
 
     def rewind(self) -> None:
         for x in (self.at, self.skipped, *self.taken):
             x.zero_()
 
-    def capture(self, numbers: list[int]) -> None:
-        """A graph for each slice and one for the validation. They share memory: nothing in it outlives a replay."""
-        assert self.stream is not None
-        pool = torch.cuda.graph_pool_handle()
-
-        def graph_of(function: Callable[[], Any]) -> Callable[[], Any]:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
-                function()
-            return graph.replay
-
-        self.stream.synchronize()
-        steps = {n: graph_of(functools.partial(self.step, n)) for n in numbers}
-        self.validation = graph_of(self.validate)
-        self.steps, self.captured = steps, True
-
     def advance(self, step: int) -> None:
+        number = self.data.slices[step]
         with self.on_stream():
-            self.steps[self.data.slices[step]]()
+            self.replays.get(number, functools.partial(self.step, number))()
 
     def look(self) -> None:
         """Validate: `valid_right` is filled when the device gets there."""
         with self.on_stream():
-            self.validation()
+            self.replays.get(None, self.validate)()
 
     def wait(self) -> None:
         if self.stream is not None:
@@ -192,20 +178,17 @@ class RecallRun:
 
     def step(self, number: int) -> None:
         """One step on the next batch of slice `number`; nothing here waits for a GPU."""
-        trainer = self.trainer
         index = self.data.order[number].index_select(0, self.taken[number])[0]
         hidden, answers = self.queries(self.data.train[number], index)
         total, scored = linear_cross_entropy(hidden, self.model.lm_head.weight, answers)
         loss = total / scored
         loss.backward()
         with torch.no_grad():
-            gradients = trainer.prepared.gradients()
-            norm = squared_norms(gradients)[1].sqrt()
-            self.update.lr.copy_(self.rates.index_select(0, self.at)[0])
-            finite = self.update(gradients, loss, norm)
-            self.losses.index_copy_(0, self.at, loss.detach().double().view(1))
+            self.trainer.lr.copy_(self.rates.index_select(0, self.at)[0])
+            loss, norm, finite = self.trainer.update(loss.detach())
+            self.losses.index_copy_(0, self.at, loss.double().view(1))
             self.norms.index_copy_(0, self.at, norm.view(1))
-            gates = trainer.gates.collect()
+            gates = self.trainer.gates.collect()
             if gates is not None:
                 self.lams.index_copy_(0, self.at, gates[:1])
             self.skipped += ~finite
@@ -233,3 +216,93 @@ class RecallRun:
     def validate(self) -> None:
         if self.data.valid:
             self.valid_right.copy_(torch.stack([self.right(samples).sum() for samples in self.data.valid]))
+
+
+# -- what a run found, as `ccq sweep` writes it ------------------------------------------------------------------------
+
+
+def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Samples]) -> dict[str, Any]:
+    """What a run found: its validation at each of `looks` (step, right answers by slice), and `tests` at the end."""
+    config = run.config
+    slices = config.data.valid_slices
+    with run.on_stream():
+        right = [run.right(x).cpu().numpy() for x in tests]
+    numbers = info(model_config(config.model), 256)
+    layers = [layer.mixer for layer in run.model.model.blocks()]
+    losses, lams = run.losses.cpu().numpy(), run.lams.cpu().numpy()
+    ends = np.unique(np.linspace(0, config.steps, min(POINTS, config.steps) + 1).astype(int))
+    where = provenance()
+    second = "motif" if config.data.source == "mad" else "pairs"
+    train = [(x.inputs.shape[1], int((x.answers != IGNORE).sum()) / len(x.inputs)) for x in run.data.train]
+    used = [train[number] for number in run.data.slices]  # tokens of a sample, and how many of them are scored
+    asked = [int((x.answers != IGNORE).sum()) for x in run.data.valid]
+    curve = [np.array(counts) / np.array(asked) for _, counts in looks]
+    return {
+        "identity": dataclasses.asdict(config.identity),
+        "lr": config.optimizer.lr,
+        "seed": config.seed,
+        "repeat": config.identity.repeat,
+        "steps": config.steps,
+        "epochs": round(config.steps * config.data.batch / sum(s[2] for s in config.data.slices), 2),
+        "tokens": config.data.batch * sum(s[0] for s in used),
+        "scored": round(config.data.batch * sum(s[1] for s in used)),
+        "skipped": int(run.skipped),
+        "parameters": {"body": numbers.body, "embeddings": numbers.embedding},
+        "state_bytes": sum(state_bytes(mixer) for mixer in layers),
+        "covariance_bytes": sum(state_bytes(mixer, "covariance") for mixer in layers),
+        "model": {name: x for name, x in dataclasses.asdict(config.model).items() if not name.endswith("token_id")},
+        "valid": {
+            "accuracy": round(float(np.mean(curve[-1])), 6),
+            "slices": [
+                {"length": s[0], second: s[1], "right": n, "asked": of, "accuracy": round(n / of, 6)}
+                for s, n, of in zip(slices, looks[-1][1], asked, strict=True)
+            ],
+        },
+        "test": scores_of(slices, right, [int((x.answers != IGNORE).sum()) for x in tests], second),
+        "curve": {
+            "step": ends[1:].tolist(),
+            "loss": [rounded(losses[a:b].mean()) for a, b in itertools.pairwise(ends)],
+            "valid_step": [step for step, _ in looks],
+            "valid_accuracy": [round(float(np.mean(x)), 4) for x in curve],
+            "valid_by_slice": [[round(float(y), 4) for y in x] for x in curve],
+        },
+        "gate": gate_path(config, lams, ends[1:]) if lams.shape[1] else None,
+        "commit": where["commit"],
+        "dirty": where["dirty"],
+        "date": where["date"],
+    }
+
+
+def scores_of(
+    slices: Sequence[tuple], right: list[np.ndarray], asked: Sequence[int] | None = None, second: str = "pairs"
+) -> dict[str, Any]:
+    """By slice, with how many samples had so many right answers: all that a bootstrap over samples needs."""
+    if asked is None:
+        asked = [pairs * len(counts) for (_, pairs, _), counts in zip(slices, right, strict=True)]
+    rows = []
+    for (length, pairs, _), counts, of in zip(slices, right, asked, strict=True):
+        values, times = np.unique(counts, return_counts=True)
+        rows.append({
+            "length": length, second: pairs, "samples": len(counts), "right": int(counts.sum()), "asked": of,
+            "accuracy": round(float(counts.sum() / of), 6),
+            "histogram": [[int(v), int(n)] for v, n in zip(values, times, strict=True)],
+        })  # fmt: skip
+    return {"accuracy": round(float(np.mean([row["accuracy"] for row in rows])), 6), "slices": rows}
+
+
+def gate_path(config: Config, lams: np.ndarray, at: np.ndarray) -> dict[str, Any]:
+    """Mean lam of each layer at the steps `at`, beside where weight decay alone would have taken the bias."""
+    alone = None if config.model.fixed_lam is not None else [rounded(x) for x in pure_decay(config)[at]]
+    return {"step": at.tolist(), "lam": [[rounded(x) for x in row] for row in lams[at - 1]], "of_decay_alone": alone}
+
+
+def state_bytes(mixer: Any, part: str | None = None) -> int:
+    """Of one sequence of 256 tokens in fp32, all of it or one part."""
+    state = mixer.new_state(1, "meta", torch.float32, 256)
+    if part is None and "length" in state:  # attention: keys and values
+        return 2 * 256 * mixer.key_heads * mixer.size * 4
+    return sum(x.nbytes for x in pytree.tree_leaves(state if part is None else state.get(part, {})))
+
+
+def rounded(x: float) -> float | None:
+    return float(f"{x:.5g}") if np.isfinite(x) else None

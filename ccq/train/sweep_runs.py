@@ -107,8 +107,7 @@ def test_data(spec: Spec, samples: int, device: Any) -> list:
 
 def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
     """Train the runs in lockstep, each on its own stream, and write what each found."""
-    from ccq.train.recall import RecallRun
-    from ccq.train.recall_result import result
+    from ccq.train.recall import RecallRun, result
     from ccq.train.world import pick_device
 
     device = pick_device(options["device"], 0)
