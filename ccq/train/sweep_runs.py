@@ -191,12 +191,12 @@ def attempt(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> str | 
 
 
 def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
-    """A worker process: rows come through the connection until there are no more; after an error it leaves."""
+    """A worker process: rows come through the connection until it is closed; after an error the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
         wrong = None
-        while wrong is None and (specs := connection.recv()) is not None:
-            wrong = attempt(specs, out, options)
+        while wrong is None:
+            wrong = attempt(connection.recv(), out, options)
             connection.send(wrong)
 
 
@@ -219,49 +219,38 @@ def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadli
         return failed
 
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    workers: list[Any] = []
-    busy: dict[Any, tuple[Any, list[Spec]]] = {}
-
-    def hire() -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, out, options), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append(process)
-        give(ours, process)
-
-    def give(connection: Any, process: Any) -> None:
-        busy.pop(connection, None)
-        connection.send(todo[0] if todo else None)
-        if todo:
-            busy[connection] = (process, todo.pop(0))
-
+    processes: dict[Any, Any] = {}  # by connection
+    idle: list[Any] = []  # connections
+    busy: dict[Any, list[Spec]] = {}  # by connection: what is trained there
     try:
-        for _ in range(min(options["workers"], len(todo))):
-            hire()
-        while busy:
-            left = deadline - time.monotonic()
-            ready: list[Any] = wait(list(busy), timeout=max(0.0, min(left, 5.0)))
-            if left <= 0:
-                say("the time is up")
-                break
+        while (todo or busy) and (left := deadline - time.monotonic()) > 0:
+            while todo and len(busy) < options["workers"]:
+                if not idle:
+                    ours, theirs = context.Pipe()
+                    processes[ours] = context.Process(target=work, args=(theirs, out, options), daemon=True)
+                    processes[ours].start()
+                    theirs.close()
+                    idle.append(ours)
+                connection = idle.pop()
+                busy[connection] = todo.pop(0)
+                connection.send(busy[connection])
+            ready: list[Any] = wait(list(busy), timeout=min(left, 5.0))
             for connection in ready:
-                process, given = busy[connection]
+                specs = busy.pop(connection)
                 try:
                     wrong = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    process.join(10)
-                    wrong = f"its process died (exit code {process.exitcode})"
+                    processes[connection].join(10)
+                    wrong = f"its process died (exit code {processes[connection].exitcode})"
                 if wrong is None:
-                    give(connection, process)
-                    continue
-                fail(given, wrong)
-                del busy[connection]
-                if todo:
-                    hire()
+                    idle.append(connection)
+                else:
+                    fail(specs, wrong)
+        if todo or busy:
+            say("the time is up")
     finally:
-        for process in workers:
+        for process in processes.values():
             process.terminate()
-        for process in workers:
+        for process in processes.values():
             process.join(10)
     return failed
