@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 IGNORE = -100  # a label that is not scored
 
@@ -62,9 +62,6 @@ class Steps(IterableDataset):
         self.source, self.rank, self.world, self.accumulate, self.step = source, rank, world, accumulate, step
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(f"num_workers must be 0 or 1 (one worker keeps the order), got {worker.num_workers}")
         first, parts = self.rank * self.accumulate, self.world * self.accumulate
         while True:
             batches = [self.source.batch(self.step, first + m, parts) for m in range(self.accumulate)]

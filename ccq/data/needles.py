@@ -16,7 +16,7 @@ import re
 import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,14 +118,8 @@ class Needles:
 
     def describe(self) -> dict[str, Any]:
         """For the index: what was asked for, and the words' version."""
-        return {
-            "share": self.share,
-            "forms": list(self.forms),
-            "seed": self.seed,
-            "length": list(self.length),
-            "exclude": [path.name for path in self.exclude],
-            "wonderwords": importlib.metadata.version("wonderwords"),
-        }
+        version = importlib.metadata.version("wonderwords")
+        return asdict(self) | {"exclude": [path.name for path in self.exclude], "wonderwords": version}
 
     def mix(self, pieces: Iterable[Piece], mixed: Mixed = NOTHING) -> Iterator[tuple[Piece, Mixed | None]]:
         """The pieces with needle documents between the documents, and after each how far the mixing went.

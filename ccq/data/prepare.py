@@ -26,16 +26,7 @@ import numpy as np
 import ccq
 from ccq.data import DataError, encoder
 from ccq.data.needles import Mixed, Needles
-from ccq.data.shards import (
-    FORMAT,
-    INDEX,
-    VERSION,
-    ShardError,
-    ShardWriter,
-    check_shard,
-    read_index,
-    token_dtype,
-)
+from ccq.data.shards import FORMAT, INDEX, VERSION, ShardError, ShardWriter, check_shard, read_index, token_dtype
 from ccq.data.sources import PIECE, Inputs, Piece, Position
 from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
 from ccq.files import locked, write_json
@@ -94,24 +85,22 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
             "shard_tokens": what.shard_tokens,
             "skip": what.skip,
             "max_tokens": what.max_tokens,
-            "needles": what.needles.describe() if what.needles else None,
+            "needles": json.loads(json.dumps(what.needles.describe())) if what.needles else None,
         },
-        "tokens": 0,
-        "documents": 0,
-        "text_bytes": 0,
-        "needle_tokens": 0,
-        "needle_documents": 0,
+        **dict.fromkeys(("tokens", "documents", "text_bytes", "needle_tokens", "needle_documents"), 0),
         "shards": [],
         "resume": {"file": 0, "record": 0, "mixed": list(Mixed())},
     }
     with locked(out / ".lock", DataError):
-        if (out / INDEX).exists() and begun(out):
-            index = continued(index, out)
+        before, written = read_index(out) if (out / INDEX).exists() else None, any(out.glob("shard-*.bin"))
+        if before is not None and (before["complete"] or before["shards"] or written):
+            check_same(before, index, out)
+            index = before
             if index["complete"]:
                 return index
-        elif any(out.glob("shard-*.bin")):
+        elif written:
             raise ShardError(f"{out} holds shards and no {INDEX}: choose another folder, or empty it")
-        else:
+        else:  # a call that failed at once left an index at most, which is not gone on with
             write_json(out / INDEX, index)
         tokenizer.save_pretrained(out / "tokenizer")
         with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:
@@ -119,15 +108,8 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
     return index
 
 
-def begun(out: Path) -> bool:
-    """Whether a call before this one left more than an index: one that failed at once is not gone on with."""
-    found = read_index(out)
-    return bool(found["complete"] or found["shards"] or any(out.glob("shard-*.bin")))
-
-
-def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The index that is there; an error where it is of another preparation or its shards are not sound."""
-    found = read_index(out)
+def check_same(found: dict[str, Any], index: dict[str, Any], out: Path) -> None:
+    """DataError where the index that is there is of another preparation, or its shards are not sound."""
     pairs = [(f"tokenizer {k}", found["tokenizer"].get(k), index["tokenizer"][k]) for k in ("hash", "eos_id")]
     pairs += [("dtype", found["dtype"], index["dtype"])]
     names = sorted({*found["settings"], *index["settings"]})
@@ -143,7 +125,6 @@ def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:
             )
     for entry in found["shards"]:
         check_shard(out, found, entry, checksum=True)
-    return found
 
 
 def shortened(value: object) -> str:
@@ -174,7 +155,7 @@ def write_shards(
 
     try:
         with bar:
-            for piece, after, ids in encoders(chunks(marked)):
+            for (piece, after), ids in encoders(chunks(marked)):
                 if writer is None:
                     path = out / f"shard-{len(index['shards']):05d}.bin"
                     writer = ShardWriter(path, index["tokenizer"]["hash"], dtype)
@@ -262,22 +243,24 @@ class Encoders:
                 with suppress(BrokenPipeError):  # what was to be sent to it
                     pipe.close()
 
-    def __call__(self, chunks: Iterable[list[Marked]]) -> Iterator[tuple[Piece, Mixed | None, np.ndarray]]:
+    def __call__(self, chunks: Iterable[list[Marked]]) -> Iterator[tuple[Marked, np.ndarray]]:
         """The pieces of the chunks, in order, each with its ids."""
         waiting: deque[tuple[list[Marked], Future]] = deque()
-        for chunk in chunks:
-            texts = [piece.text for piece, _ in chunk]
-            if self.local:
-                yield from parted(chunk, *self.local(texts))
-                continue
-            waiting.append((chunk, self.threads.submit(self._encode, texts)))
-            if len(waiting) > AHEAD * self.workers:
-                oldest, future = waiting.popleft()
-                yield from parted(oldest, *future.result())
-        for chunk, future in waiting:
-            yield from parted(chunk, *future.result())
 
-    def _encode(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+        def oldest() -> Iterator[tuple[Marked, np.ndarray]]:
+            chunk, ids = waiting.popleft()
+            return zip(chunk, ids.result(), strict=True)
+
+        for chunk in chunks:
+            waiting.append((chunk, self.threads.submit(self._encode, [piece.text for piece, _ in chunk])))
+            if len(waiting) > AHEAD * self.workers:
+                yield from oldest()
+        while waiting:
+            yield from oldest()
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if self.local:
+            return self.local(texts)
         process = self.free.get()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -292,16 +275,6 @@ class Encoders:
         if isinstance(answer, str):
             raise DataError(f"encoding failed: {answer}")
         return answer
-
-
-def parted(
-    chunk: list[Marked], ids: np.ndarray, lengths: list[int]
-) -> Iterator[tuple[Piece, Mixed | None, np.ndarray]]:
-    """The ids of a chunk, handed back to its pieces."""
-    at = 0
-    for (piece, after), length in zip(chunk, lengths, strict=True):
-        yield piece, after, ids[at : at + length]
-        at += length
 
 
 class Bar:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ccq.files import naming, write_json
+from ccq.names import first_line
 from ccq.train import RunError
 from ccq.train.world import World
 
@@ -226,15 +227,12 @@ def reason(error: BaseException) -> str:
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {reason(inner)}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _sync(folder: Path) -> None:
     """The names in a folder, onto the disk."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.fsync(handle)
+        os.close(handle)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ccq.data import DataError
 from ccq.data.batches import Batch, Steps, iterating
 from ccq.doctor import check_cpu_bf16
-from ccq.names import duration
+from ccq.model.info import info
+from ccq.names import duration, first_line
 from ccq.train import RunError, folder
 from ccq.train.checkpoint import Checkpoints, folder_of, load, newest, problem
 from ccq.train.config import Config, model_config
@@ -65,10 +66,8 @@ def train(config: Config, run: Path) -> int:
         except RuntimeError as error:
             if isinstance(error, RunError) or world.size == 1 or not lost_rank(error):
                 raise
-            line = str(error).strip().splitlines()[0]
-            raise RunError(
-                f"another rank does not answer ({line}). {checkpoints.left()} Start again, with any number of ranks."
-            ) from error
+            told = f"{checkpoints.left()} Start again, with any number of ranks."
+            raise RunError(f"another rank does not answer ({first_line(error)}). {told}") from error
         finally:
             log.close()
 
@@ -94,10 +93,8 @@ def on_main(world: World, action: Callable[[], Any]) -> None:
 
 
 def lost_rank(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        word in text for word in ("gloo", "connection", "nccl", "timed out")
-    )
+    words = ("gloo", "connection", "nccl", "timed out")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 class Run:
@@ -108,13 +105,11 @@ class Run:
         self.source, self.valid = train_source(config, checksums=False), valid_source(config, checksums=False)
         self.accumulate = accumulation(config, world.size)
         self.trainer = Trainer(config, world)
-        cleaners = self.trainer.gates.cleaners
-        gated = any(cleaner.has_gate for cleaner in cleaners)
+        gated = any(cleaner.has_gate for cleaner in self.trainer.gates.cleaners)
         self.curve = pure_decay(config) if gated and config.init is None else None
         self.tokenizer = tokenizer_of(run) if config.runtime.sample_every else None
-        self.flops = flops_per_token(config)
-        self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
-        self.timed = 0
+        self.flops = info(model_config(config.model), longest(config)).train_flops  # of a token
+        self.seen = self.seconds = self.timed = 0.0  # tokens, time and number of steps since the last line of the log
         self.first = True
 
     def train(self) -> int:
@@ -157,10 +152,8 @@ class Run:
     def headline(self) -> str:
         config = self.config
         name = config.model.mixer + (" + CCQ" if config.model.clean else "")
-        parameters, trained = (
-            sum(x.numel() for x in which.values())
-            for which in (self.trainer.prepared.masters, self.trainer.prepared.trained)
-        )
+        prepared = self.trainer.prepared
+        parameters, trained = (sum(x.numel() for x in y.values()) for y in (prepared.masters, prepared.trained))
         some = "" if trained == parameters else f" ({trained:,} of them trained)"
         return (
             f"{name}: {parameters:,} parameters{some}, {config.dtype} on "
@@ -225,7 +218,7 @@ class Run:
             values["lam_of_decay_alone"] = float(self.curve[step])
         left = self.seconds / self.timed * (self.config.steps - step)
         self.log.record(step, seconds_left=left, **values)
-        self.seen, self.seconds, self.timed = 0.0, 0.0, 0
+        self.seen = self.seconds = self.timed = 0.0
 
 
 @contextlib.contextmanager
@@ -246,10 +239,3 @@ def stop_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def flops_per_token(config: Config) -> float:
-    """To train, at the recipe's length."""
-    from ccq.model.info import info
-
-    return info(model_config(config.model), longest(config)).train_flops

@@ -48,9 +48,6 @@ class Samples:
     positions: Int[Tensor, "n P"]  # of the queries, rising
     answers: Int[Tensor, "n P"]  # IGNORE where there is no further query
 
-    def to(self, device: torch.device) -> Samples:
-        return Samples(*(x.to(device) for x in (self.inputs, self.positions, self.answers)))
-
     def rows(self, index: Int[Tensor, " B"]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, L], and of the queries where they are among the B * L tokens [B * P] and their answers [B * P]."""
         length = self.inputs.shape[1]
@@ -60,7 +57,7 @@ class Samples:
         return inputs, at.flatten(), answers.flatten()
 
 
-def samples_of(source: Recall) -> list[Samples]:
+def samples_of(source: Recall, device: torch.device) -> list[Samples]:
     """Every sample of a source, slice by slice; one that is asked less often than others gets answers IGNORE."""
     made = []
     for number, slice_ in enumerate(source.slices):
@@ -72,7 +69,7 @@ def samples_of(source: Recall) -> list[Samples]:
         asked = labels != IGNORE
         # the places that are asked come first, in their order
         positions = (~asked).int().sort(dim=1, stable=True)[1][:, : int(asked.sum(1).max())]
-        made.append(Samples(inputs, positions.int(), labels.gather(1, positions)))
+        made.append(Samples(*(x.to(device) for x in (inputs, positions.int(), labels.gather(1, positions)))))
     return made
 
 
@@ -89,20 +86,13 @@ class RecallData:
     def of(config: Config, device: torch.device) -> RecallData:
         source = recall_source(config, config.data.slices, "train")
         plans = [source.plan(step) for step in range(config.steps)]
-        order = [
-            torch.from_numpy(
-                np.array([ids for n, ids in plans if n == number], np.int64).reshape(-1, source.batch_size)
-            )
-            for number in range(len(source.slices))
-        ]
+        order = []
+        for number in range(len(source.slices)):
+            batches = np.array([ids for n, ids in plans if n == number], np.int64)
+            order.append(torch.from_numpy(batches.reshape(-1, source.batch_size)).to(device))
         held_out = config.data.valid_slices
-        valid = samples_of(recall_source(config, held_out, "valid")) if held_out else []
-        return RecallData(
-            [x.to(device) for x in samples_of(source)],
-            [x.to(device) for x in valid],
-            [number for number, _ in plans],
-            [x.to(device) for x in order],
-        )
+        valid = samples_of(recall_source(config, held_out, "valid"), device) if held_out else []
+        return RecallData(samples_of(source, device), valid, [number for number, _ in plans], order)
 
 
 class RecallRun:

@@ -43,8 +43,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
-        where = f"-{changed}" * bool(changed)
+        where = "-" + hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
         decay = "" if self.decay is None else f"-wd{self.decay:g}"
         rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
         return f"{self.row}-{self.size}-lr{rate}{decay}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
@@ -102,7 +101,7 @@ def test_data(spec: Spec, samples: int, device: Any) -> list:
 
     config = spec.config()
     source = recall_source(config, tuple((*s[:2], samples) for s in config.data.valid_slices), "test")
-    return [x.to(device) for x in samples_of(source)]
+    return samples_of(source, device)
 
 
 def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
