@@ -39,20 +39,14 @@ AHEAD = 3  # chunks a worker that are under way
 
 @dataclass(frozen=True)
 class Preparation:
-    """What goes into the shards.
-
-    shard_tokens   a shard ends with the document that reaches this
-    skip           documents to leave out at the beginning
-    max_tokens     stop with the document that reaches this
-    needles        needle documents to mix in (ccq.data.needles), or None
-    """
+    """What goes into the shards."""
 
     inputs: Inputs
     tokenizer: str | Path
-    shard_tokens: int = 2**26
-    skip: int = 0
-    max_tokens: int | None = None
-    needles: Needles | None = None
+    shard_tokens: int = 2**26  # a shard ends with the document that reaches this
+    skip: int = 0  # documents to leave out at the beginning
+    max_tokens: int | None = None  # stop with the document that reaches this
+    needles: Needles | None = None  # needle documents to mix in
 
 
 def prepare(what: Preparation, out: str | Path, workers: int | None = None, progress: bool = False) -> dict[str, Any]:
@@ -136,8 +130,8 @@ def write_shards(
     what: Preparation, index: dict[str, Any], out: Path, encoders: Encoders, dtype: np.dtype, progress: bool
 ) -> None:
     """Write the shards that are missing; the index on disk says after each how far it went."""
-    start = Position(index["resume"]["file"], index["resume"]["record"])
-    mixed = Mixed(*index["resume"]["mixed"])
+    resume = index["resume"]
+    start, mixed = Position(resume["file"], resume["record"]), Mixed(*resume["mixed"])
     pieces = what.inputs.pieces(start)
     if what.skip and start == Position():
         pieces = without_first(pieces, what.skip)
@@ -164,10 +158,9 @@ def write_shards(
                     writer.write(eos)
                     writer.end_document()
                 index["text_bytes"] += len(piece.text.encode(errors="surrogatepass"))
-                index["tokens"] += len(ids) + piece.last
-                index["documents"] += piece.last
-                index["needle_tokens"] += (len(ids) + piece.last) * piece.needle
-                index["needle_documents"] += piece.last * piece.needle
+                for what_of in ("", "needle_") if piece.needle else ("",):
+                    index[f"{what_of}tokens"] += len(ids) + piece.last
+                    index[f"{what_of}documents"] += piece.last
                 bar.update(piece.read, index)
                 if piece.last and after is not None:  # None: needle documents made of this one follow, in this shard
                     index["resume"] = {**piece.next._asdict(), "mixed": list(after)}
@@ -213,23 +206,21 @@ class Encoders:
     def __init__(self, tokenizer: str, dtype: np.dtype, workers: int | None) -> None:
         if workers is None:
             workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers, self.setup = workers, (tokenizer, dtype.str)
-
-    def __enter__(self) -> Encoders:
-        self.local = encoder.Encoder(*self.setup) if self.workers == 0 else None
-        self.processes: list[subprocess.Popen] = []
-        self.free: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
-        self.threads = ThreadPoolExecutor(max_workers=max(self.workers, 1))
+        self.workers, setup = workers, (tokenizer, dtype.str)
+        self.local = encoder.Encoder(*setup) if workers == 0 else None
+        self.processes: list[Any] = []  # with pipes to both ends
+        self.free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.threads = ThreadPoolExecutor(max_workers=max(workers, 1))
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
         command = [sys.executable, "-P", encoder.__file__]
-        for _ in range(self.workers):
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=2**20
-            )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 2**20}
+        for _ in range(workers):
+            process: Any = subprocess.Popen(command, env=environment, **pipes)
             self.processes.append(process)
-            assert process.stdin is not None
-            pickle.dump(self.setup, process.stdin)
+            pickle.dump(setup, process.stdin)
             self.free.put(process)
+
+    def __enter__(self) -> Encoders:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -239,7 +230,6 @@ class Encoders:
         for process in self.processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
                 with suppress(BrokenPipeError):  # what was to be sent to it
                     pipe.close()
 
@@ -262,8 +252,6 @@ class Encoders:
         if self.local:
             return self.local(texts)
         process = self.free.get()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
             pickle.dump(texts, process.stdin, protocol=5)
             process.stdin.flush()

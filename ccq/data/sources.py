@@ -58,11 +58,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What to read: files and folders, or one dataset of the Hub.
-
-    filter    keep documents whose id begins with one of these
-    exclude   leave out files with such a name (shell patterns), where a folder is given
-    """
+    """What to read: files and folders, or one dataset of the Hub."""
 
     paths: tuple[Path, ...] = ()
     dataset: str | None = None
@@ -71,8 +67,8 @@ class Inputs:
     revision: str | None = None
     field: str = "text"
     id_field: str = "id"
-    filter: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    filter: tuple[str, ...] = ()  # keep documents whose id begins with one of these
+    exclude: tuple[str, ...] = ()  # leave out files with such a name (shell patterns), where a folder is given
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.dataset):

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,7 @@ class Checkpoints:
     def __init__(self, root: Path, world: World, keep: int) -> None:
         self.root, self.world, self.keep = root, world, keep
         self.pending: Future | None = None
+        self.thread = ThreadPoolExecutor(1)
         self.step: int | None = None  # of the one that is being written
         if world.main:
             root.mkdir(parents=True, exist_ok=True)
@@ -149,28 +150,21 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> None:
         """Copy the state, then write it while training goes on; first wait for the one before."""
         self.wait()
-        partial = self.root / (folder_of(self.root, step).name + PARTIAL)
-        self.step, self.pending = step, Future()
-        sealed, writer = self.pending, FileSystemWriter(partial)
+        self.step, partial = step, self.root / (folder_of(self.root, step).name + PARTIAL)
+        writer = FileSystemWriter(partial)
         writer.fs = summed = Summed()
-
-        def seal(written: Future) -> None:  # in the thread that wrote
-            try:
-                written.result()  # of rank 0: all ranks have written, and the metadata is there
-                sums = self.world.gathered({name: taken.hexdigest() for name, taken in summed.sums.items()})
-                if self.world.main:
-                    self._seal(partial, step, sums)
-                sealed.set_result(None)
-            except BaseException as error:
-                sealed.set_exception(error)
-
         try:
-            future = async_save(state, storage_writer=writer, process_group=self.world.background)
+            written: Any = async_save(state, storage_writer=writer, process_group=self.world.background)
         except FAILURES as error:
-            self.pending = None
             raise self._failed(error) from error
-        assert isinstance(future, Future)
-        future.add_done_callback(seal)
+
+        def seal() -> None:
+            written.result()  # of rank 0: all ranks have written, and the metadata is there
+            sums = self.world.gathered({name: taken.hexdigest() for name, taken in summed.sums.items()})
+            if self.world.main:
+                self._seal(partial, step, sums)
+
+        self.pending = self.thread.submit(seal)
         if wait:
             self.wait()
 
@@ -216,9 +210,7 @@ class Checkpoints:
             with contextlib.suppress(*FAILURES):
                 pending.result(timeout=60)
         step = newest(self.root)
-        if step is None:
-            return "There is no checkpoint yet."
-        return f"The last good checkpoint is {folder_of(self.root, step)}."
+        return f"The last good checkpoint is {folder_of(self.root, step)}." if step else "There is no checkpoint yet."
 
 
 def reason(error: BaseException) -> str:

@@ -111,6 +111,7 @@ class RecallRun:
             self.rates, self.losses, self.norms = zeros(3, config.steps, dtype=torch.float64)
             self.lams = zeros(config.steps, len(self.trainer.gates.cleaners), dtype=torch.float64)
             self.valid_right = zeros(len(data.valid), dtype=torch.int64)
+        self.looks: list[tuple[int, Int[Tensor, " slices"]]] = []  # after which step, and `valid_right` there
         self.replays: dict[int | None, Callable[[], Any]] = {}  # the graph of a step on each slice; None: of validation
 
     @property
@@ -155,10 +156,11 @@ class RecallRun:
         with self.on_stream():
             self.replays.get(number, functools.partial(self.step, number))()
 
-    def look(self) -> None:
-        """Validate: `valid_right` is filled when the device gets there."""
+    def look(self, step: int = 0) -> None:
+        """Validate after `step`: `valid_right` is filled when the device gets there."""
         with self.on_stream():
             self.replays.get(None, self.validate)()
+            self.looks.append((step, self.valid_right.clone()))
 
     def wait(self) -> None:
         if self.stream is not None:
@@ -211,9 +213,9 @@ class RecallRun:
 # -- what a run found, as `ccq sweep` writes it ------------------------------------------------------------------------
 
 
-def result(run: RecallRun, looks: list[tuple[int, list[int]]], tests: list[Samples]) -> dict[str, Any]:
-    """What a run found: its validation at each of `looks` (step, right answers by slice), and `tests` at the end."""
-    config = run.config
+def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
+    """What a run found: its validation whenever it was looked at, and `tests` at the end."""
+    config, looks = run.config, [(step, right.tolist()) for step, right in run.looks]
     slices = config.data.valid_slices
     with run.on_stream():
         right = [run.right(x).cpu().numpy() for x in tests]

@@ -329,14 +329,10 @@ def sweep(options: argparse.Namespace) -> int:
             check_cpu_bf16(device, todo[0][0].config().dtype)
         total = len(specs)
         say(f"{total} runs of {options.steps} steps, {len(done)} of them finished before")
-        settings = {
-            "device": options.device, "capture": not options.no_capture, "workers": options.workers,
-            "test_samples": options.test_samples, "groups": len(todo),
-        }  # fmt: skip
-        code, failed = 0, []
+        code, failed, options.groups = 0, [], len(todo)
         on_terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: finished runs are kept
         try:
-            failed = run_all(todo, out, settings, began + 60 * options.minutes)
+            failed = run_all(todo, options, began + 60 * options.minutes)
         except KeyboardInterrupt:
             code = 130
         finally:

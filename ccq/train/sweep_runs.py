@@ -13,10 +13,10 @@ import re
 import signal
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from ccq.files import write_atomically
@@ -104,12 +104,12 @@ def test_data(spec: Spec, samples: int, device: Any) -> list:
     return samples_of(source, device)
 
 
-def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
+def train_together(specs: Sequence[Spec], options: Namespace) -> None:
     """Train the runs in lockstep, each on its own stream, and write what each found."""
     from ccq.train.recall import RecallRun, result
     from ccq.train.world import pick_device
 
-    device = pick_device(options["device"], 0)
+    device = pick_device(options.device, 0)
     begin = time.perf_counter()
     row = specs[0].row
     say(f"{row}: {len(specs)} runs; on a GPU its kernels are compiled and tuned now")
@@ -118,7 +118,7 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
         data = shared_data(of_data(spec), device)
         run = RecallRun(spec.config(), device, data)
         try:
-            run.start(capture=options["capture"])
+            run.start(capture=not options.no_capture)
         except RuntimeError as error:
             if run.stream is None or "captur" not in str(error).lower():
                 raise
@@ -129,7 +129,6 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
     say(f"{row}: {len(runs)} runs ready after {ready - begin:.0f} s")
 
     steps, every = specs[0].steps, runs[0].config.runtime.validate_every
-    looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
     training = looking = 0.0  # seconds of all runs
 
     def passed(since: float) -> float:
@@ -143,10 +142,8 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
             training += passed(since)
             since = time.perf_counter()
             for run in runs:
-                run.look()
+                run.look(step)
             looking += passed(since)
-            for run, seen in zip(runs, looks, strict=True):
-                seen.append((step, run.valid_right.tolist()))
             since = time.perf_counter()
         if step < steps:
             for run in runs:
@@ -156,18 +153,18 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
                 left = passed(since) * steps + looking * (steps // every)
             else:
                 left = (time.perf_counter() - ready) / (step + 1) * (steps - step - 1)
-            turns = -(-options["groups"] // max(1, options["workers"]))
-            all_of_them = f"; all {options['groups']} rows about {duration(left * turns)}" if turns > 1 else ""
+            turns = -(-options.groups // max(1, options.workers))
+            all_of_them = f"; all {options.groups} rows about {duration(left * turns)}" if turns > 1 else ""
             say(f"{row}: step {step + 1:,} of {steps:,}, about {duration(left)} to go{all_of_them * (step == 0)}")
             said = time.perf_counter()
     seconds, each = time.perf_counter() - ready, training / steps * 1e3
-    for spec, run, seen in zip(specs, runs, looks, strict=True):
+    for spec, run in zip(specs, runs, strict=True):
         with run.on_stream():
-            tests = test_data(dataclasses.replace(of_data(spec), seed=TEST_SEED), options["test_samples"], device)
-        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, seen, tests)}
+            tests = test_data(dataclasses.replace(of_data(spec), seed=TEST_SEED), options.test_samples, device)
+        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, tests)}
         found |= {"seconds": round(seconds, 2), "step_ms": round(each, 3), "side_by_side": len(runs)}
         found |= {"captured": run.captured} | ({} if spec.decay is None else {"decay": spec.decay})
-        write_atomically(out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
+        write_atomically(options.out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
         say(
             f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
             f"loss {found['curve']['loss'][-1]:.3f}, {each:.2f} ms a step of {len(runs)}, without validation"
@@ -178,10 +175,10 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def attempt(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> str | None:
+def attempt(specs: Sequence[Spec], options: Namespace) -> str | None:
     """Train them; what went wrong, if anything did."""
     try:
-        train_together(specs, out, options)
+        train_together(specs, options)
         gc.collect()  # graphs of finished runs hold memory
     except Exception as error:
         traceback.print_exc()
@@ -189,17 +186,17 @@ def attempt(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> str | 
     return None
 
 
-def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
+def work(connection: Any, options: Namespace) -> None:
     """A worker process: rows come through the connection until it is closed; after an error the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
         wrong = None
         while wrong is None:
-            wrong = attempt(connection.recv(), out, options)
+            wrong = attempt(connection.recv(), options)
             connection.send(wrong)
 
 
-def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+def run_all(groups: list[list[Spec]], options: Namespace, deadline: float) -> list[dict[str, Any]]:
     """Every group by some worker; returns the runs that failed. Stops at `deadline` (time.monotonic)."""
     failed: list[dict[str, Any]] = []
 
@@ -210,10 +207,10 @@ def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadli
                            "repeat": spec.repeat, "error": error})  # fmt: skip
 
     todo = list(groups)
-    if options["workers"] == 0:
+    if options.workers == 0:
         while todo and time.monotonic() < deadline:
             specs = todo.pop(0)
-            if wrong := attempt(specs, out, options):
+            if wrong := attempt(specs, options):
                 fail(specs, wrong)
         return failed
 
@@ -223,10 +220,10 @@ def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadli
     busy: dict[Any, list[Spec]] = {}  # by connection: what is trained there
     try:
         while (todo or busy) and (left := deadline - time.monotonic()) > 0:
-            while todo and len(busy) < options["workers"]:
+            while todo and len(busy) < options.workers:
                 if not idle:
                     ours, theirs = context.Pipe()
-                    processes[ours] = context.Process(target=work, args=(theirs, out, options), daemon=True)
+                    processes[ours] = context.Process(target=work, args=(theirs, options), daemon=True)
                     processes[ours].start()
                     theirs.close()
                     idle.append(ours)
