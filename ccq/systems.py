@@ -12,6 +12,7 @@ Presets, recipes, sweeps, benchmarks and the report read it. A run, an export, a
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -207,14 +208,10 @@ class Identity:
 
     def __post_init__(self) -> None:
         """TypeError where a file says something else than an identity."""
-        kinds: dict[str, Any] = {
-            "system": str, "variant": str, "size": str, "seed": int | None, "repeat": int, "tokens": int | None,
-            "needles": int | float | None, "recipe": str | None,
-        }  # fmt: skip
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                what = getattr(kind, "__name__", kind)
-                raise TypeError(f"identity: {name}: expected {what}, got {getattr(self, name)!r}")
+        for name, kind in typing.get_type_hints(Identity).items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "needles" and isinstance(value, int)):
+                raise TypeError(f"identity: {name}: expected {getattr(kind, '__name__', kind)}, got {value!r}")
 
     @property
     def key(self) -> str:
@@ -242,7 +239,6 @@ class Identity:
 
 # variants of a model that `ccq analyze intervene` changes
 OFF, UNCHANGED = "switched off at inference", "unchanged at inference"
-WITH_CONVOLUTION = "convolution of 4"  # over q, k and v, which the paper's GLA lacks
 
 # options that change nothing of what a model is, or that come with its data
 _ASIDE = (

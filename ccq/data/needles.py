@@ -122,7 +122,8 @@ class Needles:
         That is None inside a document and before the needle documents that were made of it: what goes on from there
         would lack the haystack.
         """
-        excluded = frozenset().union(*(runs_of_words(text_of(path)) for path in self.exclude))
+        texts = (" ".join(piece.text for piece in Inputs((path,)).pieces()) for path in self.exclude)
+        excluded = frozenset().union(*map(runs_of_words, texts))
         haystack = ""
         for piece in pieces:
             haystack = haystack or piece.text  # the beginning of the document
@@ -212,11 +213,6 @@ def hidden(haystack: str, sentences: list[str], depths: list[float]) -> str:
         parts += [haystack[at:place].strip(), sentence]
         at = place
     return " ".join(part for part in [*parts, haystack[at:].strip()] if part)
-
-
-def text_of(path: Path) -> str:
-    """All text of a file."""
-    return " ".join(piece.text for piece in Inputs((path,)).pieces())
 
 
 def runs_of_words(text: str) -> set[int]:

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,6 @@ def write_shards(
     marked = what.needles.mix(pieces, mixed) if what.needles else ((piece, mixed) for piece in pieces)
     eos = np.array([index["tokenizer"]["eos_id"]], dtype=dtype)
     writer: ShardWriter | None = None
-    bar = Bar(what.inputs.size() if progress else None, progress)
 
     def finish() -> None:
         nonlocal writer
@@ -148,7 +147,7 @@ def write_shards(
         write_json(out / INDEX, index)
 
     try:
-        with bar:
+        with bar(what.inputs.size() if progress else None, progress) as tell:
             for (piece, after), ids in encoders(chunks(marked)):
                 if writer is None:
                     path = out / f"shard-{len(index['shards']):05d}.bin"
@@ -161,7 +160,7 @@ def write_shards(
                 for what_of in ("", "needle_") if piece.needle else ("",):
                     index[f"{what_of}tokens"] += len(ids) + piece.last
                     index[f"{what_of}documents"] += piece.last
-                bar.update(piece.read, index)
+                tell(piece.read, index)
                 if piece.last and after is not None:  # None: needle documents made of this one follow, in this shard
                     index["resume"] = {**piece.next._asdict(), "mixed": list(after)}
                     if what.max_tokens is not None and index["tokens"] >= what.max_tokens:
@@ -265,30 +264,26 @@ class Encoders:
         return answer
 
 
-class Bar:
-    """A progress bar with tokens, documents and the time left; nothing where it is not asked for."""
+@contextmanager
+def bar(size: int | None, shown: bool) -> Iterator[Callable[[int, dict[str, Any]], None]]:
+    """A progress bar with tokens, documents and the time left, to be told how much is read, and the index."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    def __init__(self, size: int | None, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    due = 0.0
+    with Progress(*columns, TextColumn("left"), console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("preparing", total=size)
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, TextColumn("left"), console=Console(stderr=True), disable=not shown)
-        self.task, self.due = self.progress.add_task("preparing", total=size), 0.0
+        def update(read: int, index: dict[str, Any]) -> None:
+            nonlocal due
+            if time.monotonic() < due:  # ten times a second, however short the documents
+                return
+            if not due:  # a resumed run begins in the middle; the jump there is not its speed
+                progress.reset(task, completed=read)
+            due = time.monotonic() + 0.1
+            text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
+            progress.update(task, completed=read, description=text)
 
-    def update(self, read: int, index: dict[str, Any]) -> None:
-        if time.monotonic() < self.due:  # ten times a second, however short the documents
-            return
-        if not self.due:  # a resumed run begins in the middle; the jump there is not its speed
-            self.progress.reset(self.task, completed=read)
-        self.due = time.monotonic() + 0.1
-        text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
-        self.progress.update(self.task, completed=read, description=text)
-
-    def __enter__(self) -> None:
-        self.progress.start()
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:
-            self.progress.update(self.task, completed=self.progress.tasks[0].total)
-        self.progress.stop()
+        yield update
+        progress.update(task, completed=size)

@@ -49,7 +49,6 @@ class Recall:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         self.slices = tuple(Slice(*slice_) for slice_ in self.slices)  # plain tuples do too
-        self.length = max(s.length for s in self.slices)
         self.batches = [max(1, round(s.samples / self.batch_size)) for s in self.slices]  # of each slice in an epoch
         self.steps_per_epoch = sum(self.batches)
         # a sample's id over all slices, for window_ids
@@ -73,10 +72,6 @@ class Recall:
         nth = epoch * self.batches[number] + at - (int(ends[number]) - self.batches[number])
         indices = nth * self.batch_size + np.arange(self.batch_size)
         return number, indices % self.slices[number].samples
-
-    def epoch(self, step: int) -> float:
-        """Epochs seen before this step."""
-        return step / self.steps_per_epoch
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         number, indices = self.plan(step)

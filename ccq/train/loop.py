@@ -8,6 +8,7 @@ the bit; on another number of them with the same data, and gradients that are ad
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +65,8 @@ def train(config: Config, run: Path) -> int:
                 f"runtime.activation_checkpointing. {checkpoints.left()}"
             ) from error
         except RuntimeError as error:
-            if isinstance(error, RunError) or world.size == 1 or not lost_rank(error):
+            lost = isinstance(error, dist.DistError) or re.search("gloo|connection|nccl|timed out", str(error).lower())
+            if isinstance(error, RunError) or world.size == 1 or not lost:
                 raise
             told = f"{checkpoints.left()} Start again, with any number of ranks."
             raise RunError(f"another rank does not answer ({first_line(error)}). {told}") from error
@@ -90,11 +92,6 @@ def on_main(world: World, action: Callable[[], Any]) -> None:
     failed = world.from_main(failed)
     if failed is not None:
         raise RunError(failed)
-
-
-def lost_rank(error: RuntimeError) -> bool:
-    words = ("gloo", "connection", "nccl", "timed out")
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 class Run:

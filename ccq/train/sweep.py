@@ -113,7 +113,7 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
     expected = "what `ccq sweep --tier rows` writes: the rates are chosen there"
     content = read_json(path, RunError, expected)
     try:
-        unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
+        unfinished = {Spec.row_of(name) for name in content["missing"] if "-r0" in name}
         chosen = {row: choice for row, choice in choices_in(content).items() if row in rows}
         theirs = content.get("size", size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

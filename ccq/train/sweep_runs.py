@@ -53,10 +53,6 @@ class Spec:
         return name.partition("-")[0]
 
     @staticmethod
-    def is_repeat(name: str) -> bool:
-        return "-r0" not in name
-
-    @staticmethod
     def changed(name: str) -> str:
         """The hash of its changes; "" where it has none."""
         return re.split(r"-r\d+", name)[-1].lstrip("-")
