@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     labels: Int[Tensor, "B L"]  # IGNORE where nothing is scored
     cu_seqlens: Int[Tensor, " N1"] | None
     window_ids: Int[Tensor, " windows"]  # which windows (samples) of the source these are
+    positions: Int[Tensor, "B P"] | None = None  # with it the labels, [B, P] too, are of these tokens of each row alone
 
 
 class Source(Protocol):

@@ -1,39 +1,39 @@
-"""Recall runs whose steps never leave the device, so that many small models keep one GPU busy.
+"""Recall runs that lie on the device with all their samples, so that many small models keep one GPU busy.
 
-A model of a million parameters takes a GPU a millisecond a step, and Python several to launch it. So all samples of a
-seed lie on the device, and a step takes its batch, its learning rate and its place in the records from there: on a GPU
-it is captured once for each kind of sample, and replayed. `Trainer.step` is the truth that this equals; here too the
-batch is that of (seed, step), and a step that is not finite changes nothing and is counted.
+A model of a million parameters takes a GPU a millisecond a step, and Python several to make a batch and to launch its
+kernels. So all samples of a seed lie on the device, a step is replayed as a CUDA graph, and nothing waits for what it
+found. `Trainer.step` is the truth that this equals; here too the batch is that of (seed, step), and a step that is not
+finite changes nothing and is counted.
 
-S kinds of samples (slices), B sequences of a batch, L tokens, P queries of a sequence, D hidden size, V vocabulary.
+B sequences of a batch, L tokens, P queries of a sequence.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ccq.data.batches import IGNORE
+from ccq.data.batches import IGNORE, Batch
 from ccq.data.recall import Recall
 from ccq.model.info import info
-from ccq.model.loss import linear_cross_entropy, outer
+from ccq.model.loss import outer
 from ccq.ops.precision import stats_dtype
 from ccq.provenance import provenance
 from ccq.train.config import Config, model_config
 from ccq.train.data import recall_source
+from ccq.train.monitor import at_positions
 from ccq.train.optimizer import learning_rate, pure_decay
-from ccq.train.trainer import WARM_UP, Trainer, captured
+from ccq.train.trainer import WARM_UP, Trainer
 from ccq.train.world import World
 
 EVALUATED = 65_536  # tokens that are evaluated at once
@@ -48,13 +48,14 @@ class Samples:
     positions: Int[Tensor, "n P"]  # of the queries, rising
     answers: Int[Tensor, "n P"]  # IGNORE where there is no further query
 
-    def rows(self, index: Int[Tensor, " B"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, L], and of the queries where they are among the B * L tokens [B * P] and their answers [B * P]."""
-        length = self.inputs.shape[1]
-        first = torch.arange(index.shape[0], device=index.device)[:, None] * length
-        at = self.positions.index_select(0, index) + first
+    def batch(self, index: Int[Tensor, " B"]) -> Batch:
         inputs, answers = (x.index_select(0, index).long() for x in (self.inputs, self.answers))
-        return inputs, at.flatten(), answers.flatten()
+        return Batch(inputs, answers, None, index, self.positions.index_select(0, index))
+
+    @property
+    def asked(self) -> int:
+        """Queries of all samples."""
+        return int((self.answers != IGNORE).sum())
 
 
 def samples_of(source: Recall, device: torch.device) -> list[Samples]:
@@ -80,19 +81,14 @@ class RecallData:
     train: list[Samples]
     valid: list[Samples]
     slices: list[int]  # that of each step
-    order: list[Int[Tensor, "steps B"]]  # of each slice: the samples of its batches
+    order: Int[Tensor, "steps B"]  # the samples of its batch
 
     @staticmethod
     def of(config: Config, device: torch.device) -> RecallData:
-        source = recall_source(config, config.data.slices, "train")
-        plans = [source.plan(step) for step in range(config.steps)]
-        order = []
-        for number in range(len(source.slices)):
-            batches = np.array([ids for n, ids in plans if n == number], np.int64)
-            order.append(torch.from_numpy(batches.reshape(-1, source.batch_size)).to(device))
-        held_out = config.data.valid_slices
+        source, held_out = recall_source(config, config.data.slices, "train"), config.data.valid_slices
+        slices, order = zip(*(source.plan(step) for step in range(config.steps)), strict=True)
         valid = samples_of(recall_source(config, held_out, "valid"), device) if held_out else []
-        return RecallData(samples_of(source, device), valid, [number for number, _ in plans], order)
+        return RecallData(samples_of(source, device), valid, list(slices), torch.from_numpy(np.stack(order)).to(device))
 
 
 class RecallRun:
@@ -101,97 +97,68 @@ class RecallRun:
     def __init__(self, config: Config, device: torch.device, data: RecallData) -> None:
         self.config, self.device, self.data = config, device, data
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        zeros = functools.partial(torch.zeros, device=device)
         with self.on_stream():  # of the weights too: a gradient is added up on the stream where its weight was made
             self.trainer = Trainer(config, World(0, 1, device))
-            self.model = self.trainer.model
-            self.trainer.gates.record(True, angle=False)
-            self.at, self.skipped = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64)  # the step
-            self.taken = [torch.zeros_like(self.at) for _ in data.order]  # batches of each slice
-            self.rates, self.losses, self.norms = zeros(3, config.steps, dtype=torch.float64)
-            self.lams = zeros(config.steps, len(self.trainer.gates.cleaners), dtype=torch.float64)
-            self.valid_right = zeros(len(data.valid), dtype=torch.int64)
+            self.model, gates = self.trainer.model, self.trainer.gates
+            gates.record(True, angle=False)
+            self.numbers = torch.zeros(2, config.steps, dtype=torch.float64, device=device)
+            self.losses, self.norms = self.numbers
+            self.lams = torch.zeros(config.steps, len(gates.cleaners), dtype=torch.float64, device=device)
+            self.valid_right = torch.zeros(len(data.valid), dtype=torch.int64, device=device)
+        self.at = 0  # steps taken
         self.looks: list[tuple[int, Int[Tensor, " slices"]]] = []  # after which step, and `valid_right` there
-        self.replays: dict[int | None, Callable[[], Any]] = {}  # the graph of a step on each slice; None: of validation
 
     @property
     def captured(self) -> bool:
-        return bool(self.replays)
+        return bool(self.trainer.graphs)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not finite."""
+        return int((~self.numbers.isfinite().all(0)).sum())
 
     def on_stream(self) -> Any:
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def start(self, capture: bool = True) -> RecallRun:
-        """Make the steps ready: on a GPU, warm up and capture them, at rate 0, so that no weight moves."""
-        rates = torch.tensor([learning_rate(n, self.config) for n in range(self.config.steps)], dtype=torch.float64)
-        with self.on_stream():
-            if self.stream is not None:
-                self.warm_up(capture)
-            self.rates.copy_(rates)
-        self.wait()
+        """On a GPU, take a step of each kind until it is captured, at rate 0: no weight moves."""
+        self.trainer.captures &= capture
+        if self.stream is not None:
+            for number in set(self.data.slices):
+                for _ in range(WARM_UP + 1):
+                    self.advance(self.data.slices.index(number), lr=0.0)
+            self.look()
+            self.at, self.looks = 0, []
+            with self.on_stream():
+                for state in self.trainer.optimizer.state.values():
+                    for value in state.values():
+                        value.zero_()
+            self.wait()
         return self
 
-    def warm_up(self, capture: bool) -> None:
-        numbers = sorted(set(self.data.slices))
-        for number in numbers * WARM_UP:
-            self.rewind()
-            self.step(number)
-        self.validate()
-        if capture:
-            pool = torch.cuda.graph_pool_handle()  # shared: nothing in it outlives a replay
-            for number in numbers:
-                self.replays[number] = captured(functools.partial(self.step, number), pool)[0].replay
-            self.replays[None] = captured(self.validate, pool)[0].replay
-        self.rewind()
-        for state in self.trainer.optimizer.state.values():
-            for value in state.values():
-                value.zero_()
-
-    def rewind(self) -> None:
-        for x in (self.at, self.skipped, *self.taken):
-            x.zero_()
-
-    def advance(self, step: int) -> None:
-        number = self.data.slices[step]
+    def advance(self, step: int, lr: float | None = None) -> None:
+        """Take the step, at the rate of the config's schedule where none is given; nothing here waits for a GPU."""
+        trainer, samples = self.trainer, self.data.train[self.data.slices[step]]
         with self.on_stream():
-            self.replays.get(number, functools.partial(self.step, number))()
+            batch = samples.batch(self.data.order[step])
+            trainer.scored.copy_((batch.labels != IGNORE).sum())
+            trainer.lr.fill_(learning_rate(step, self.config) if lr is None else lr)
+            self.numbers[:, step], gates = trainer.found([batch])
+            if gates is not None:
+                self.lams[step] = gates[0]
+        self.at = step + 1
 
+    @torch.no_grad()
     def look(self, step: int = 0) -> None:
         """Validate after `step`: `valid_right` is filled when the device gets there."""
         with self.on_stream():
-            self.replays.get(None, self.validate)()
+            if self.data.valid:
+                self.valid_right.copy_(torch.stack([self.right(samples).sum() for samples in self.data.valid]))
             self.looks.append((step, self.valid_right.clone()))
 
     def wait(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
-
-    # what a graph holds
-
-    def step(self, number: int) -> None:
-        """One step on the next batch of slice `number`; nothing here waits for a GPU."""
-        index = self.data.order[number].index_select(0, self.taken[number])[0]
-        hidden, answers = self.queries(self.data.train[number], index)
-        total, scored = linear_cross_entropy(hidden, self.model.lm_head.weight, answers)
-        loss = total / scored
-        loss.backward()
-        with torch.no_grad():
-            self.trainer.lr.copy_(self.rates.index_select(0, self.at)[0])
-            loss, norm, finite = self.trainer.update(loss.detach())
-            self.losses.index_copy_(0, self.at, loss.double().view(1))
-            self.norms.index_copy_(0, self.at, norm.view(1))
-            gates = self.trainer.gates.collect()
-            if gates is not None:
-                self.lams.index_copy_(0, self.at, gates[:1])
-            self.skipped += ~finite
-            self.at += 1
-            self.taken[number] += 1
-
-    def queries(self, samples: Samples, index: Int[Tensor, " B"]) -> tuple[Float[Tensor, "BP D"], Int[Tensor, " BP"]]:
-        """What the model knows where it is asked, and the answers: no logits of other positions."""
-        inputs, at, answers = samples.rows(index)
-        hidden = self.model.model(inputs, use_cache=False, return_dict=True).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, at), answers
 
     @torch.no_grad()
     def right(self, samples: Samples) -> Int[Tensor, " n"]:
@@ -199,15 +166,12 @@ class RecallRun:
         count, length = samples.inputs.shape
         found = []
         for index in torch.arange(count, device=self.device).split(max(1, EVALUATED // length)):
-            hidden, answers = self.queries(samples, index)
+            batch = samples.batch(index)
+            hidden = at_positions(self.model, batch)
             logits = outer(hidden.mT, self.model.lm_head.weight.mT, stats_dtype(hidden.dtype))
-            found.append((logits.argmax(-1) == answers).view(len(index), -1).sum(1))
+            found.append((logits.argmax(-1).view_as(batch.labels) == batch.labels).sum(1))
         self.trainer.gates.collect()
         return torch.cat(found)
-
-    def validate(self) -> None:
-        if self.data.valid:
-            self.valid_right.copy_(torch.stack([self.right(samples).sum() for samples in self.data.valid]))
 
 
 # -- what a run found, as `ccq sweep` writes it ------------------------------------------------------------------------
@@ -225,9 +189,9 @@ def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
     ends = np.unique(np.linspace(0, config.steps, min(POINTS, config.steps) + 1).astype(int))
     where = provenance()
     second = "motif" if config.data.source == "mad" else "pairs"
-    train = [(x.inputs.shape[1], int((x.answers != IGNORE).sum()) / len(x.inputs)) for x in run.data.train]
+    train = [(x.inputs.shape[1], x.asked / len(x.inputs)) for x in run.data.train]
     used = [train[number] for number in run.data.slices]  # tokens of a sample, and how many of them are scored
-    asked = [int((x.answers != IGNORE).sum()) for x in run.data.valid]
+    asked = [x.asked for x in run.data.valid]
     curve = [np.array(counts) / np.array(asked) for _, counts in looks]
     return {
         "identity": dataclasses.asdict(config.identity),
@@ -238,7 +202,7 @@ def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
         "epochs": round(config.steps * config.data.batch / sum(s[2] for s in config.data.slices), 2),
         "tokens": config.data.batch * sum(s[0] for s in used),
         "scored": round(config.data.batch * sum(s[1] for s in used)),
-        "skipped": int(run.skipped),
+        "skipped": run.skipped,
         "parameters": {"body": numbers.body, "embeddings": numbers.embedding},
         "state_bytes": sum(state_bytes(mixer) for mixer in layers),
         "covariance_bytes": sum(state_bytes(mixer, "covariance") for mixer in layers),
@@ -250,7 +214,7 @@ def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
                 for s, n, of in zip(slices, looks[-1][1], asked, strict=True)
             ],
         },
-        "test": scores_of(slices, right, [int((x.answers != IGNORE).sum()) for x in tests], second),
+        "test": scores_of(slices, right, [x.asked for x in tests], second),
         "curve": {
             "step": ends[1:].tolist(),
             "loss": [rounded(losses[a:b].mean()) for a, b in itertools.pairwise(ends)],

@@ -111,16 +111,8 @@ def train_together(specs: Sequence[Spec], options: Namespace) -> None:
     say(f"{row}: {len(specs)} runs; on a GPU its kernels are compiled and tuned now")
     runs = []
     for spec in specs:
-        data = shared_data(of_data(spec), device)
-        run = RecallRun(spec.config(), device, data)
-        try:
-            run.start(capture=not options.no_capture)
-        except RuntimeError as error:
-            if run.stream is None or "captur" not in str(error).lower():
-                raise
-            say(f"{spec.name}: the step cannot be captured, so it runs launch by launch: {first_line(error)}")
-            run = RecallRun(spec.config(), device, data).start(capture=False)
-        runs.append(run)
+        run = RecallRun(spec.config(), device, shared_data(of_data(spec), device))
+        runs.append(run.start(capture=not options.no_capture))
     ready = said = time.perf_counter()
     say(f"{row}: {len(runs)} runs ready after {ready - begin:.0f} s")
 

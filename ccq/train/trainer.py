@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from ccq.data.batches import IGNORE, Batch
@@ -28,6 +28,7 @@ from ccq.train.optimizer import decaying, learning_rate, make_optimizer, scale_,
 from ccq.train.parallelize import freeze, make_model, parallelize
 from ccq.train.world import World
 
+FED = ("input_ids", "labels", "positions")  # what a step reads of a batch
 WARM_UP = 3  # steps of each kind before the capture: kernels are compiled and tuned, libraries make their workspaces
 
 
@@ -67,8 +68,9 @@ class Trainer:
         self.on_device = world.size == 1 and world.device.type == "cuda"  # who decides
         self.scored = torch.ones((), device=world.device)
         # the fused kernel reads the rate on the device, in fp32
-        where: dict[str, Any] = {"device": world.device} if self.on_device else {"dtype": torch.float64}
-        self.lr, self.not_finite = torch.zeros((), **where), torch.zeros((), **where)
+        place, kind = (world.device, torch.float32) if self.on_device else (torch.device("cpu"), torch.float64)
+        self.lr = torch.zeros((), device=place, dtype=kind)
+        self.not_finite = torch.zeros_like(self.lr)
         # checkpointing asks the host for the state of the generators, compiled layers may have graphs of their own
         runtime = config.runtime
         self.captures = self.on_device and runtime.capture
@@ -121,32 +123,41 @@ class Trainer:
             or any(batch.cu_seqlens is not None for batch in batches)
         ):
             return self.run(batches)
-        shapes = tuple(batch.input_ids.shape for batch in batches)
+        shapes = tuple((batch.input_ids.shape, batch.labels.shape) for batch in batches)
         kind = (self.gates.recording, shapes)
         inputs = self.filled(shapes, batches)
         if self.taken[kind] < WARM_UP:
             self.taken[kind] += 1
             return self.run(inputs)
         if kind not in self.graphs:
-            self.pool = self.pool or torch.cuda.graph_pool_handle()
-            try:
-                self.graphs[kind] = captured(lambda: self.run(inputs), self.pool)
-            except RuntimeError as error:
-                raise RunError(f"no CUDA graph of the step ({first_line(error)}): take --runtime.no-capture") from error
+            self.graphs[kind] = self.captured(inputs)
         graph, found = self.graphs[kind]
         graph.replay()
         return found
 
+    def captured(self, inputs: list[Batch]) -> tuple[torch.cuda.CUDAGraph, Found]:
+        """The graph of a step: nothing runs while it is captured."""
+        stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        stream.synchronize()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        try:
+            # other threads (the loader's, that of checkpoints) may go on with CUDA meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+                found = self.run(inputs)
+        except RuntimeError as error:
+            how = "take --runtime.no-capture, or --no-capture of `ccq sweep`"
+            raise RunError(f"no CUDA graph of the step ({first_line(error)}): {how}") from error
+        return graph, found
+
     def filled(self, shapes: tuple, batches: list[Batch]) -> list[Batch]:
+        """The memory that graphs read, with these batches in it."""
+        fed = [{name: x for name, x in batch._asdict().items() if name in FED and x is not None} for batch in batches]
         if shapes not in self.inputs:
-            device = self.world.device
-            self.inputs[shapes] = [
-                batch._replace(input_ids=batch.input_ids.to(device), labels=batch.labels.to(device))
-                for batch in batches
-            ]
-        for here, batch in zip(self.inputs[shapes], batches, strict=True):
-            here.input_ids.copy_(batch.input_ids, non_blocking=True)
-            here.labels.copy_(batch.labels, non_blocking=True)
+            moved = [{name: x.to(self.world.device) for name, x in given.items()} for given in fed]
+            self.inputs[shapes] = [batch._replace(**given) for batch, given in zip(batches, moved, strict=True)]
+        for here, given in zip(self.inputs[shapes], fed, strict=True):
+            for name, x in given.items():
+                getattr(here, name).copy_(x, non_blocking=True)
         return self.inputs[shapes]
 
     def run(self, batches: Sequence[Batch]) -> Found:
@@ -157,22 +168,19 @@ class Trainer:
             loss = out.loss * out.scored / self.scored
             loss.backward()
             total += loss.detach()
-        total, norm, _ = self.update(total)
-        return Found(torch.stack([total, norm]), self.gates.collect())
+        return self.update(total)
 
     @torch.no_grad()
-    def update(self, loss: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Bool[Tensor, ""]]:
-        """Clip, then AdamW's step, unless something is not finite; from this rank's part of the loss and its gradients.
-
-        Returns the loss over all ranks, the norm of the gradient before clipping, and whether the step was taken.
-        """
+    def update(self, loss: Float[Tensor, ""]) -> Found:
+        """Clip, then AdamW's step, unless this rank's part of the loss, or a gradient, on any rank is not finite."""
         self.prepared.sum_whole()
         gradients, clip = self.prepared.gradients(), self.config.optimizer.clip
         shards, whole = squared_norms(gradients)
         if self.world.size > 1:
             *ours, same = torch.stack([x.to(self.world.device) for x in (loss, shards, whole)]).tolist()
-            loss, shards, whole = torch.tensor([*self.world.total(*ours), same], dtype=torch.float64)
-        norm = (shards + whole).sqrt()
+            loss, squares = torch.tensor(self.world.total(*ours), dtype=torch.float64)
+            whole = squares + same
+        norm = whole.sqrt()
         finite = loss.isfinite() & norm.isfinite()
         if clip is not None:
             factor = (clip / norm).clamp(max=1)
@@ -190,15 +198,4 @@ class Trainer:
             self.optimizer.step()
         self.prepared.refresh()
         self.optimizer.zero_grad()
-        return loss, norm, finite
-
-
-def captured(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The graph of what a function does on the current stream, and what it returns. Nothing runs meanwhile."""
-    stream = torch.cuda.current_stream()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # other threads (the loader's, that of checkpoints) may go on with CUDA meanwhile
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        found = function()
-    return graph, found
+        return Found(torch.stack([loss, norm]), self.gates.collect())
