@@ -230,11 +230,9 @@ def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
 
 
 def scores_of(
-    slices: Sequence[tuple], right: list[np.ndarray], asked: Sequence[int] | None = None, second: str = "pairs"
+    slices: Sequence[tuple], right: list[np.ndarray], asked: Sequence[int], second: str = "pairs"
 ) -> dict[str, Any]:
     """By slice, with how many samples had so many right answers: all that a bootstrap over samples needs."""
-    if asked is None:
-        asked = [pairs * len(counts) for (_, pairs, _), counts in zip(slices, right, strict=True)]
     rows = []
     for (length, pairs, _), counts, of in zip(slices, right, asked, strict=True):
         values, times = np.unique(counts, return_counts=True)
