@@ -12,6 +12,7 @@ Presets, recipes, sweeps, benchmarks and the report read it. A run, an export, a
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -195,31 +196,22 @@ def recipe_name(system: str, size: str) -> str:
 class Identity:
     """What a run, an export, a result or an analysis is of; plain JSON, under "identity"."""
 
-    system: str = ""
-    """a name in SYSTEMS, or what a foreign model calls itself"""
+    system: str = ""  # a name in SYSTEMS, or what a foreign model calls itself
+    # what tells it from other runs of the system, such as "trained on plain text"; a run adds what its options do
     variant: str = ""
-    """what tells it from other runs of the system, such as "trained on plain text"; a run adds what its options do"""
-    size: str = ""
-    """one of SIZES, or "width 96" """
+    size: str = ""  # one of SIZES, or "width 96"
     seed: int | None = None
-    repeat: int = 0
-    """0: the first run of its seed; 1: the same once more; ..."""
-    tokens: int | None = None
-    """that it was trained on; samples, of recall"""
-    needles: float | None = None
-    """the share of needle documents in the training tokens, where known"""
+    repeat: int = 0  # 0: the first run of its seed; 1: the same once more; ...
+    tokens: int | None = None  # that it was trained on; samples, of recall
+    needles: float | None = None  # the share of needle documents in the training tokens, where known
     recipe: str | None = None
 
     def __post_init__(self) -> None:
         """TypeError where a file says something else than an identity."""
-        kinds: dict[str, Any] = {
-            "system": str, "variant": str, "size": str, "seed": int | None, "repeat": int, "tokens": int | None,
-            "needles": int | float | None, "recipe": str | None,
-        }  # fmt: skip
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                what = getattr(kind, "__name__", kind)
-                raise TypeError(f"identity: {name}: expected {what}, got {getattr(self, name)!r}")
+        for name, kind in typing.get_type_hints(Identity).items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "needles" and isinstance(value, int)):
+                raise TypeError(f"identity: {name}: expected {getattr(kind, '__name__', kind)}, got {value!r}")
 
     @property
     def key(self) -> str:
@@ -247,7 +239,6 @@ class Identity:
 
 # variants of a model that `ccq analyze intervene` changes
 OFF, UNCHANGED = "switched off at inference", "unchanged at inference"
-WITH_CONVOLUTION = "convolution of 4"  # over q, k and v, which the paper's GLA lacks
 
 # options that change nothing of what a model is, or that come with its data
 _ASIDE = (

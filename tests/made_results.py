@@ -229,13 +229,14 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
 
     from ccq.recipes import recipe
     from ccq.train.config import identified
-    from ccq.train.recall_result import scores_of
+    from ccq.train.recall import scores_of
 
     config = recipe(recipe_name(row, size))
     config.seed, config.steps = seed, steps
     rng = np.random.default_rng([seed, repeat, len(row)])
     quality = RECALL[row] - {1e-3: 0.2, 3.16e-3: 0.0, 1e-2: 0.1}[lr] + 0.01 * seed * (-1 if "ccq" in row else 1)
     right = [rng.binomial(pairs, quality, size=n) for _, pairs, n in SLICES]
+    asked = [pairs * n for _, pairs, n in SLICES]
     ends = list(range(steps // 4, steps + 1, steps // 4))
     gate = {"step": ends, "lam": [[0.01 * (n + 1), 0.02 * (n + 1)] for n in range(4)],
             "of_decay_alone": [0.01, 0.012, 0.015, 0.02]} if config.model.clean else None  # fmt: skip
@@ -245,7 +246,7 @@ def recall_run(row: str, lr: float, seed: int, steps: int, repeat: int = 0, size
         "lr": lr, "seed": seed, "repeat": repeat, "steps": steps, "tokens": 256 * 128 * steps, "skipped": 0,
         "parameters": {"body": 100_000, "embeddings": 1_048_576}, "state_bytes": 8192 + 4096 * bool(gate),
         "covariance_bytes": 4096 * bool(gate), "model": dataclasses.asdict(config.model),
-        "valid": {"accuracy": quality, "slices": []}, "test": scores_of(SLICES, right),
+        "valid": {"accuracy": quality, "slices": []}, "test": scores_of(SLICES, right, asked),
         "curve": {"step": ends, "loss": [5.0, 3.0, 2.0, 1.0], "valid_step": [0, *ends],
                   "valid_accuracy": [0.0, *(quality * (n + 1) / 4 for n in range(4))], "valid_by_slice": []},
         "gate": gate, "commit": "1" * 40, "dirty": False, "date": "2026-11-14",

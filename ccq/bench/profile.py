@@ -132,7 +132,8 @@ def profiled(call: Callable[[], Any], steps: int, warmup: int) -> dict:
 def training(system: str, args) -> Iterator[Callable[[], Any]]:
     from ccq.bench.train import batch_of
     from ccq.recipes import recipe
-    from ccq.train.loop import Trainer, own_stream
+    from ccq.train.loop import own_stream
+    from ccq.train.trainer import Trainer
     from ccq.train.world import join
 
     config = recipe(recipe_name(system, args.size))

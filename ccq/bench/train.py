@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ccq.recipes import recipe
     from ccq.train.config import model_config
     from ccq.train.gpus import peak_flops
-    from ccq.train.loop import Trainer
+    from ccq.train.trainer import Trainer
     from ccq.train.world import join
 
     rows: list[dict] = []

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 IGNORE = -100  # a label that is not scored
 
@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     labels: Int[Tensor, "B L"]  # IGNORE where nothing is scored
     cu_seqlens: Int[Tensor, " N1"] | None
     window_ids: Int[Tensor, " windows"]  # which windows (samples) of the source these are
+    positions: Int[Tensor, "B P"] | None = None  # with it the labels, [B, P] too, are of these tokens of each row alone
 
 
 class Source(Protocol):
@@ -62,9 +63,6 @@ class Steps(IterableDataset):
         self.source, self.rank, self.world, self.accumulate, self.step = source, rank, world, accumulate, step
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(f"num_workers must be 0 or 1 (one worker keeps the order), got {worker.num_workers}")
         first, parts = self.rank * self.accumulate, self.world * self.accumulate
         while True:
             batches = [self.source.batch(self.step, first + m, parts) for m in range(self.accumulate)]

@@ -1,7 +1,7 @@
 """A process that turns texts into ids: started by path, so that it loads tokenizers and numpy and nothing else.
 
-It reads pickled lists of texts from its standard input and answers each with (ids, how many of each text), or with a
-message; it ends when its input does, also when whoever started it was killed.
+It reads pickled lists of texts from its standard input and answers each with the ids of each text, or with a message;
+it ends when its input does, also when whoever started it was killed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ class Encoder:
         self.tokenizer, self.dtype = Tokenizer.from_str(tokenizer), np.dtype(dtype)
         self.tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of it
 
-    def __call__(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
         try:
             found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:  # half surrogate pairs
             found = self.tokenizer.encode_batch_fast([repaired(t) for t in texts], add_special_tokens=False)
-        ids = [np.array(encoding.ids, dtype=self.dtype) for encoding in found]
-        return np.concatenate([np.empty(0, self.dtype), *ids]), [len(i) for i in ids]
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in found]
 
 
 def main() -> None:

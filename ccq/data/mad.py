@@ -19,7 +19,8 @@ lie behind the last place that is filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -119,24 +120,16 @@ def fuzzy_sample(
     return [*tokens, *probe[0], *probe[1]], [*labels, *[IGNORE] * len(probe[0]), *probe[1]]
 
 
+@dataclass(eq=False)
 class MAD(Recall):
     """The tasks as a source of batches; a slice is (length, motif, samples)."""
 
+    batch_size: int = 128
+    slices: tuple[Slice, ...] = (Slice(128, 1, SAMPLES),)
+    _: KW_ONLY
+    vocab_size: int = 32
+    noise: float = 0.2
     name, second = "mad", "motif"
-
-    def __init__(
-        self,
-        batch_size: int = 128,
-        slices: Sequence[tuple[int, int, int]] = (Slice(128, 1, SAMPLES),),
-        *,
-        seed: int = 0,
-        split: str = "train",
-        vocab_size: int = 32,
-        noise: float = 0.2,
-        shuffle: bool = True,
-    ) -> None:
-        self.noise = noise
-        super().__init__(batch_size, slices, seed, split, vocab_size, shuffle)
 
     def make(self, index: np.ndarray, slice_: Slice, key: int) -> tuple[np.ndarray, np.ndarray]:
         length, motif = slice_.length, slice_.pairs

@@ -16,7 +16,7 @@ value: that one is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -102,26 +102,18 @@ def make_samples(
     return inputs, labels
 
 
+@dataclass(eq=False)
 class MQAR(Recall):
     """The task as a source of batches; zoology has `shuffle=False`."""
 
+    batch_size: int = 256
+    slices: tuple[Slice, ...] = TRAIN
+    _: KW_ONLY
+    vocab_size: int = 8192
+    power_a: float = 0.01
+    random_non_queries: bool = True
+    updates: int = 0
     name, second = "mqar", "pairs"
-
-    def __init__(
-        self,
-        batch_size: int = 256,
-        slices: Sequence[tuple[int, int, int]] = TRAIN,
-        *,
-        seed: int = 0,
-        split: str = "train",
-        vocab_size: int = 8192,
-        shuffle: bool = True,
-        power_a: float = 0.01,
-        random_non_queries: bool = True,
-        updates: int = 0,
-    ) -> None:
-        self.power_a, self.random_non_queries, self.updates = power_a, random_non_queries, updates
-        super().__init__(batch_size, slices, seed, split, vocab_size, shuffle)
 
     def make(self, index: np.ndarray, slice_: Slice, key: int) -> tuple[np.ndarray, np.ndarray]:
         return make_samples(

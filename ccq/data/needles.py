@@ -16,7 +16,7 @@ import re
 import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,27 +90,22 @@ NOTHING = Mixed()
 
 @dataclass(frozen=True)
 class Needles:
-    """Mix needle documents into text so that `share` of all characters is theirs.
-
-    forms     some of FORMS; leave "ruler" out to hold RULER's own form out of training
-    length    characters of a haystack, from and to (log-uniform), more where no whole sentence is so short
-    exclude   texts that no haystack may share WORDS_IN_COMMON words in a row with
-    """
+    """Mix needle documents into text so that `share` of all characters is theirs."""
 
     share: float
-    forms: tuple[str, ...] = tuple(FORMS)
+    forms: tuple[str, ...] = tuple(FORMS)  # some of them; leave "ruler" out to hold RULER's own form out of training
     seed: int = 0
+    # characters of a haystack, from and to (log-uniform), more where no whole sentence is so short
     length: tuple[int, int] = (1000, 10_000)
-    exclude: tuple[Path, ...] = ()
+    exclude: tuple[Path, ...] = ()  # texts that no haystack may share WORDS_IN_COMMON words in a row with
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
             raise DataError(f"needles: the share must lie between 0 and 1, got {self.share}")
         for form in self.forms:
             if form not in FORMS:
-                raise DataError(
-                    f"needles: unknown form {form!r}.{nearest(form, tuple(FORMS))} Known: {', '.join(FORMS)}."
-                )
+                known = f"{nearest(form, tuple(FORMS))} Known: {', '.join(FORMS)}."
+                raise DataError(f"needles: unknown form {form!r}.{known}")
         if not self.forms:
             raise DataError(f"needles: at least one form is needed, of {', '.join(FORMS)}")
         if not 100 <= self.length[0] <= self.length[1]:
@@ -118,14 +113,8 @@ class Needles:
 
     def describe(self) -> dict[str, Any]:
         """For the index: what was asked for, and the words' version."""
-        return {
-            "share": self.share,
-            "forms": list(self.forms),
-            "seed": self.seed,
-            "length": list(self.length),
-            "exclude": [path.name for path in self.exclude],
-            "wonderwords": importlib.metadata.version("wonderwords"),
-        }
+        version = importlib.metadata.version("wonderwords")
+        return asdict(self) | {"exclude": [path.name for path in self.exclude], "wonderwords": version}
 
     def mix(self, pieces: Iterable[Piece], mixed: Mixed = NOTHING) -> Iterator[tuple[Piece, Mixed | None]]:
         """The pieces with needle documents between the documents, and after each how far the mixing went.
@@ -133,7 +122,8 @@ class Needles:
         That is None inside a document and before the needle documents that were made of it: what goes on from there
         would lack the haystack.
         """
-        excluded = frozenset().union(*(runs_of_words(text_of(path)) for path in self.exclude))
+        texts = (" ".join(piece.text for piece in Inputs((path,)).pieces()) for path in self.exclude)
+        excluded = frozenset().union(*map(runs_of_words, texts))
         haystack = ""
         for piece in pieces:
             haystack = haystack or piece.text  # the beginning of the document
@@ -162,10 +152,8 @@ class Needles:
         count = 1 + int(next(draw) * MOST)
         size = round(np.exp(np.interp(next(draw), (0, 1), np.log(self.length))))
         where = next(draw)
-        haystack = part_of(text, size, where)
-        while len(haystack) < self.length[0] // 2 and size < len(text):  # no sentence is so short
-            size *= 2
-            haystack = part_of(text, size, where)
+        while len(haystack := part_of(text, size, where)) < self.length[0] // 2 and size < len(text):
+            size *= 2  # no sentence is so short
         if len(haystack) < self.length[0] // 2 or NOISE in " ".join(haystack.lower().split()):
             return None
         if excluded and not excluded.isdisjoint(runs_of_words(haystack)):
@@ -225,11 +213,6 @@ def hidden(haystack: str, sentences: list[str], depths: list[float]) -> str:
         parts += [haystack[at:place].strip(), sentence]
         at = place
     return " ".join(part for part in [*parts, haystack[at:].strip()] if part)
-
-
-def text_of(path: Path) -> str:
-    """All text of a file."""
-    return " ".join(piece.text for piece in Inputs((path,)).pieces())
 
 
 def runs_of_words(text: str) -> set[int]:

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,7 @@ import numpy as np
 import ccq
 from ccq.data import DataError, encoder
 from ccq.data.needles import Mixed, Needles
-from ccq.data.shards import (
-    FORMAT,
-    INDEX,
-    VERSION,
-    ShardError,
-    ShardWriter,
-    check_shard,
-    read_index,
-    token_dtype,
-)
+from ccq.data.shards import FORMAT, INDEX, VERSION, ShardError, ShardWriter, check_shard, read_index, token_dtype
 from ccq.data.sources import PIECE, Inputs, Piece, Position
 from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
 from ccq.files import locked, write_json
@@ -48,20 +39,14 @@ AHEAD = 3  # chunks a worker that are under way
 
 @dataclass(frozen=True)
 class Preparation:
-    """What goes into the shards.
-
-    shard_tokens   a shard ends with the document that reaches this
-    skip           documents to leave out at the beginning
-    max_tokens     stop with the document that reaches this
-    needles        needle documents to mix in (ccq.data.needles), or None
-    """
+    """What goes into the shards."""
 
     inputs: Inputs
     tokenizer: str | Path
-    shard_tokens: int = 2**26
-    skip: int = 0
-    max_tokens: int | None = None
-    needles: Needles | None = None
+    shard_tokens: int = 2**26  # a shard ends with the document that reaches this
+    skip: int = 0  # documents to leave out at the beginning
+    max_tokens: int | None = None  # stop with the document that reaches this
+    needles: Needles | None = None  # needle documents to mix in
 
 
 def prepare(what: Preparation, out: str | Path, workers: int | None = None, progress: bool = False) -> dict[str, Any]:
@@ -94,24 +79,22 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
             "shard_tokens": what.shard_tokens,
             "skip": what.skip,
             "max_tokens": what.max_tokens,
-            "needles": what.needles.describe() if what.needles else None,
+            "needles": json.loads(json.dumps(what.needles.describe())) if what.needles else None,
         },
-        "tokens": 0,
-        "documents": 0,
-        "text_bytes": 0,
-        "needle_tokens": 0,
-        "needle_documents": 0,
+        **dict.fromkeys(("tokens", "documents", "text_bytes", "needle_tokens", "needle_documents"), 0),
         "shards": [],
         "resume": {"file": 0, "record": 0, "mixed": list(Mixed())},
     }
     with locked(out / ".lock", DataError):
-        if (out / INDEX).exists() and begun(out):
-            index = continued(index, out)
+        before, written = read_index(out) if (out / INDEX).exists() else None, any(out.glob("shard-*.bin"))
+        if before is not None and (before["complete"] or before["shards"] or written):
+            check_same(before, index, out)
+            index = before
             if index["complete"]:
                 return index
-        elif any(out.glob("shard-*.bin")):
+        elif written:
             raise ShardError(f"{out} holds shards and no {INDEX}: choose another folder, or empty it")
-        else:
+        else:  # a call that failed at once left an index at most, which is not gone on with
             write_json(out / INDEX, index)
         tokenizer.save_pretrained(out / "tokenizer")
         with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:
@@ -119,15 +102,8 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
     return index
 
 
-def begun(out: Path) -> bool:
-    """Whether a call before this one left more than an index: one that failed at once is not gone on with."""
-    found = read_index(out)
-    return bool(found["complete"] or found["shards"] or any(out.glob("shard-*.bin")))
-
-
-def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The index that is there; an error where it is of another preparation or its shards are not sound."""
-    found = read_index(out)
+def check_same(found: dict[str, Any], index: dict[str, Any], out: Path) -> None:
+    """DataError where the index that is there is of another preparation, or its shards are not sound."""
     pairs = [(f"tokenizer {k}", found["tokenizer"].get(k), index["tokenizer"][k]) for k in ("hash", "eos_id")]
     pairs += [("dtype", found["dtype"], index["dtype"])]
     names = sorted({*found["settings"], *index["settings"]})
@@ -143,7 +119,6 @@ def continued(index: dict[str, Any], out: Path) -> dict[str, Any]:
             )
     for entry in found["shards"]:
         check_shard(out, found, entry, checksum=True)
-    return found
 
 
 def shortened(value: object) -> str:
@@ -155,15 +130,14 @@ def write_shards(
     what: Preparation, index: dict[str, Any], out: Path, encoders: Encoders, dtype: np.dtype, progress: bool
 ) -> None:
     """Write the shards that are missing; the index on disk says after each how far it went."""
-    start = Position(index["resume"]["file"], index["resume"]["record"])
-    mixed = Mixed(*index["resume"]["mixed"])
+    resume = index["resume"]
+    start, mixed = Position(resume["file"], resume["record"]), Mixed(*resume["mixed"])
     pieces = what.inputs.pieces(start)
     if what.skip and start == Position():
         pieces = without_first(pieces, what.skip)
     marked = what.needles.mix(pieces, mixed) if what.needles else ((piece, mixed) for piece in pieces)
     eos = np.array([index["tokenizer"]["eos_id"]], dtype=dtype)
     writer: ShardWriter | None = None
-    bar = Bar(what.inputs.size() if progress else None, progress)
 
     def finish() -> None:
         nonlocal writer
@@ -173,8 +147,8 @@ def write_shards(
         write_json(out / INDEX, index)
 
     try:
-        with bar:
-            for piece, after, ids in encoders(chunks(marked)):
+        with bar(what.inputs.size() if progress else None, progress) as tell:
+            for (piece, after), ids in encoders(chunks(marked)):
                 if writer is None:
                     path = out / f"shard-{len(index['shards']):05d}.bin"
                     writer = ShardWriter(path, index["tokenizer"]["hash"], dtype)
@@ -183,11 +157,10 @@ def write_shards(
                     writer.write(eos)
                     writer.end_document()
                 index["text_bytes"] += len(piece.text.encode(errors="surrogatepass"))
-                index["tokens"] += len(ids) + piece.last
-                index["documents"] += piece.last
-                index["needle_tokens"] += (len(ids) + piece.last) * piece.needle
-                index["needle_documents"] += piece.last * piece.needle
-                bar.update(piece.read, index)
+                for what_of in ("", "needle_") if piece.needle else ("",):
+                    index[f"{what_of}tokens"] += len(ids) + piece.last
+                    index[f"{what_of}documents"] += piece.last
+                tell(piece.read, index)
                 if piece.last and after is not None:  # None: needle documents made of this one follow, in this shard
                     index["resume"] = {**piece.next._asdict(), "mixed": list(after)}
                     if what.max_tokens is not None and index["tokens"] >= what.max_tokens:
@@ -232,23 +205,21 @@ class Encoders:
     def __init__(self, tokenizer: str, dtype: np.dtype, workers: int | None) -> None:
         if workers is None:
             workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers, self.setup = workers, (tokenizer, dtype.str)
-
-    def __enter__(self) -> Encoders:
-        self.local = encoder.Encoder(*self.setup) if self.workers == 0 else None
-        self.processes: list[subprocess.Popen] = []
-        self.free: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
-        self.threads = ThreadPoolExecutor(max_workers=max(self.workers, 1))
+        self.workers, setup = workers, (tokenizer, dtype.str)
+        self.local = encoder.Encoder(*setup) if workers == 0 else None
+        self.processes: list[Any] = []  # with pipes to both ends
+        self.free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.threads = ThreadPoolExecutor(max_workers=max(workers, 1))
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
         command = [sys.executable, "-P", encoder.__file__]
-        for _ in range(self.workers):
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=2**20
-            )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 2**20}
+        for _ in range(workers):
+            process: Any = subprocess.Popen(command, env=environment, **pipes)
             self.processes.append(process)
-            assert process.stdin is not None
-            pickle.dump(self.setup, process.stdin)
+            pickle.dump(setup, process.stdin)
             self.free.put(process)
+
+    def __enter__(self) -> Encoders:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -258,29 +229,28 @@ class Encoders:
         for process in self.processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
                 with suppress(BrokenPipeError):  # what was to be sent to it
                     pipe.close()
 
-    def __call__(self, chunks: Iterable[list[Marked]]) -> Iterator[tuple[Piece, Mixed | None, np.ndarray]]:
+    def __call__(self, chunks: Iterable[list[Marked]]) -> Iterator[tuple[Marked, np.ndarray]]:
         """The pieces of the chunks, in order, each with its ids."""
         waiting: deque[tuple[list[Marked], Future]] = deque()
-        for chunk in chunks:
-            texts = [piece.text for piece, _ in chunk]
-            if self.local:
-                yield from parted(chunk, *self.local(texts))
-                continue
-            waiting.append((chunk, self.threads.submit(self._encode, texts)))
-            if len(waiting) > AHEAD * self.workers:
-                oldest, future = waiting.popleft()
-                yield from parted(oldest, *future.result())
-        for chunk, future in waiting:
-            yield from parted(chunk, *future.result())
 
-    def _encode(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+        def oldest() -> Iterator[tuple[Marked, np.ndarray]]:
+            chunk, ids = waiting.popleft()
+            return zip(chunk, ids.result(), strict=True)
+
+        for chunk in chunks:
+            waiting.append((chunk, self.threads.submit(self._encode, [piece.text for piece, _ in chunk])))
+            if len(waiting) > AHEAD * self.workers:
+                yield from oldest()
+        while waiting:
+            yield from oldest()
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if self.local:
+            return self.local(texts)
         process = self.free.get()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
             pickle.dump(texts, process.stdin, protocol=5)
             process.stdin.flush()
@@ -294,40 +264,26 @@ class Encoders:
         return answer
 
 
-def parted(
-    chunk: list[Marked], ids: np.ndarray, lengths: list[int]
-) -> Iterator[tuple[Piece, Mixed | None, np.ndarray]]:
-    """The ids of a chunk, handed back to its pieces."""
-    at = 0
-    for (piece, after), length in zip(chunk, lengths, strict=True):
-        yield piece, after, ids[at : at + length]
-        at += length
+@contextmanager
+def bar(size: int | None, shown: bool) -> Iterator[Callable[[int, dict[str, Any]], None]]:
+    """A progress bar with tokens, documents and the time left, to be told how much is read, and the index."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    due = 0.0
+    with Progress(*columns, TextColumn("left"), console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("preparing", total=size)
 
-class Bar:
-    """A progress bar with tokens, documents and the time left; nothing where it is not asked for."""
+        def update(read: int, index: dict[str, Any]) -> None:
+            nonlocal due
+            if time.monotonic() < due:  # ten times a second, however short the documents
+                return
+            if not due:  # a resumed run begins in the middle; the jump there is not its speed
+                progress.reset(task, completed=read)
+            due = time.monotonic() + 0.1
+            text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
+            progress.update(task, completed=read, description=text)
 
-    def __init__(self, size: int | None, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, TextColumn("left"), console=Console(stderr=True), disable=not shown)
-        self.task, self.due = self.progress.add_task("preparing", total=size), 0.0
-
-    def update(self, read: int, index: dict[str, Any]) -> None:
-        if time.monotonic() < self.due:  # ten times a second, however short the documents
-            return
-        if not self.due:  # a resumed run begins in the middle; the jump there is not its speed
-            self.progress.reset(self.task, completed=read)
-        self.due = time.monotonic() + 0.1
-        text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
-        self.progress.update(self.task, completed=read, description=text)
-
-    def __enter__(self) -> None:
-        self.progress.start()
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:
-            self.progress.update(self.task, completed=self.progress.tasks[0].total)
-        self.progress.stop()
+        yield update
+        progress.update(task, completed=size)

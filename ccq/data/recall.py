@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ class Slice(NamedTuple):
     samples: int
 
 
+@dataclass(eq=False)
 class Recall:
     """A batch comes from one slice, so all its samples have one length; sample `index` of a slice is a function of
     (seed, split, slice, index).
@@ -31,27 +33,23 @@ class Recall:
     follow each other from the first to the last, and a run that stops within an epoch has seen less of the last ones.
     """
 
-    name: str  # of the task
-    second: str  # what results call the second number of a slice
+    batch_size: int
+    slices: tuple[Slice, ...]
+    _: KW_ONLY
+    seed: int = 0
+    split: str = "train"
+    vocab_size: int = 0
+    shuffle: bool = True
+    name: ClassVar[str]  # of the task
+    second: ClassVar[str]  # what results call the second number of a slice
 
-    def __init__(
-        self,
-        batch_size: int,
-        slices: Sequence[tuple[int, int, int]],
-        seed: int,
-        split: str,
-        vocab_size: int,
-        shuffle: bool = True,
-    ) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.slices = tuple(Slice(*slice_) for slice_ in slices)
-        self.batch_size, self.seed, self.split, self.vocab_size = batch_size, seed, split, vocab_size
-        self.shuffle = shuffle
-        self.length = max(s.length for s in self.slices)
-        self.batches = [max(1, round(s.samples / batch_size)) for s in self.slices]  # of each slice in an epoch
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        self.slices = tuple(Slice(*slice_) for slice_ in self.slices)  # plain tuples do too
+        self.batches = [max(1, round(s.samples / self.batch_size)) for s in self.slices]  # of each slice in an epoch
         self.steps_per_epoch = sum(self.batches)
         # a sample's id over all slices, for window_ids
         self.first_id = np.cumsum([0] + [s.samples for s in self.slices])
@@ -74,10 +72,6 @@ class Recall:
         nth = epoch * self.batches[number] + at - (int(ends[number]) - self.batches[number])
         indices = nth * self.batch_size + np.arange(self.batch_size)
         return number, indices % self.slices[number].samples
-
-    def epoch(self, step: int) -> float:
-        """Epochs seen before this step."""
-        return step / self.steps_per_epoch
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         number, indices = self.plan(step)

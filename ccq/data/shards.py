@@ -44,14 +44,8 @@ def padded(size: int) -> int:
 
 
 def footer(tokenizer: str, dtype: np.dtype, tokens: int, documents: int) -> bytes:
-    fields = {
-        "format": FORMAT,
-        "version": VERSION,
-        "tokenizer": tokenizer,
-        "dtype": dtype.name,
-        "tokens": tokens,
-        "documents": documents,
-    }
+    fields = {"format": FORMAT, "version": VERSION, "tokenizer": tokenizer, "dtype": dtype.name}
+    fields |= {"tokens": tokens, "documents": documents}
     return json.dumps(fields).encode().ljust(FOOTER - 1) + b"\n"
 
 
@@ -120,20 +114,18 @@ def check_shard(folder: Path, index: dict[str, Any], entry: dict[str, Any], chec
     path = folder / entry["file"]
     if not path.exists():
         raise ShardError(f"shard {path} is missing")
-    if path.stat().st_size >= FOOTER:  # a foreign shard is told from a damaged one by what it says of itself
-        with open(path, "rb") as file:
-            file.seek(-FOOTER, os.SEEK_END)
-            found = file.read()
-        try:
-            said = json.loads(found)
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            said = {}
-        for field, expected in (("tokenizer", index["tokenizer"]["hash"]), ("dtype", index["dtype"])):
-            if isinstance(said, dict) and said.get("format") == FORMAT and said.get(field) != expected:
-                raise ShardError(
-                    f"shard {path} is foreign: its {field} is {said.get(field)}, that of the index is {expected}"
-                )
     size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(size - FOOTER, 0))
+        found = file.read()
+    try:
+        said = json.loads(found)
+    except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        said = None
+    if isinstance(said, dict) and said.get("format") == FORMAT:  # by what it says, it is foreign rather than damaged
+        for field, expected in (("tokenizer", index["tokenizer"]["hash"]), ("dtype", index["dtype"])):
+            if (its := said.get(field)) != expected:
+                raise ShardError(f"shard {path} is foreign: its {field} is {its}, that of the index is {expected}")
     if size != entry["bytes"]:
         raise ShardError(f"shard {path} is damaged: {size} bytes, the index says {entry['bytes']}")
     dtype = np.dtype(index["dtype"]).newbyteorder("<")

@@ -12,7 +12,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +58,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What to read: files and folders, or one dataset of the Hub.
-
-    filter    keep documents whose id begins with one of these
-    exclude   leave out files with such a name (shell patterns), where a folder is given
-    """
+    """What to read: files and folders, or one dataset of the Hub."""
 
     paths: tuple[Path, ...] = ()
     dataset: str | None = None
@@ -71,8 +67,8 @@ class Inputs:
     revision: str | None = None
     field: str = "text"
     id_field: str = "id"
-    filter: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    filter: tuple[str, ...] = ()  # keep documents whose id begins with one of these
+    exclude: tuple[str, ...] = ()  # leave out files with such a name (shell patterns), where a folder is given
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.dataset):
@@ -123,12 +119,9 @@ class Inputs:
         """The documents from `start` on that pass the filter and are not empty."""
         if self.dataset:
             rows = self._load()
-            rows = rows.skip(start.record) if start.record else rows
-            for record, row in enumerate(rows, start.record):
-                text = self._text(row, f"{self.dataset}, row {record}")
-                id = str(row.get(self.id_field, f"{self.dataset}#{record}"))
-                if self._kept(id):
-                    yield from self._cut(id, text, Position(0, record + 1), record + 1)
+            for record, row in enumerate(rows.skip(start.record) if start.record else rows, start.record):
+                where = f"{self.dataset}, row {record}"
+                yield from self._of_row(row, self.dataset, Position(0, record + 1), record + 1, where)
             return
         behind = 0
         for number, file in enumerate(self.files()):
@@ -144,7 +137,8 @@ class Inputs:
         with opened(file.path) as (raw, content):
             if Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT:
                 if start == 0 and self._kept(file.name):
-                    yield from self._of_text(file, content, raw, Position(number, 1), behind)
+                    blocks = ((text, behind + raw.tell()) for text in decoded(file, content))
+                    yield from in_pieces(file.name, blocks, Position(number, 1))
                 return
             for record, line in enumerate(content):
                 if record < start or not line.strip():
@@ -154,32 +148,7 @@ class Inputs:
                     row = json.loads(line)
                 except ValueError as error:  # no JSON, or no UTF-8
                     raise DataError(f"{where}: no JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise DataError(
-                        f"{where}: expected an object with a field {self.field!r}, got {type(row).__name__}"
-                    )
-                id = str(row.get(self.id_field, f"{file.name}#{record}"))
-                if self._kept(id):
-                    next = Position(number, record + 1)
-                    yield from self._cut(id, self._text(row, where), next, behind + raw.tell())
-
-    def _of_text(self, file: File, content: BinaryIO, raw: BinaryIO, next: Position, behind: int) -> Iterator[Piece]:
-        """A file that is one document, never held whole."""
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        rest, more = "", True
-        while more:
-            block = content.read(PIECE)
-            more = bool(block)
-            try:
-                rest += decoder.decode(block, final=not more)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file.path}: no UTF-8: {error}") from None
-            while len(rest) > PIECE:
-                at = cut_before(rest[:PIECE])
-                yield Piece(file.name, rest[:at], False, next, behind + raw.tell())
-                rest = rest[at:]
-        if rest:
-            yield Piece(file.name, rest, True, next, behind + file.bytes)
+                yield from self._of_row(row, file.name, Position(number, record + 1), behind + raw.tell(), where)
 
     def _of_parquet(self, file: File, number: int, start: int, behind: int) -> Iterator[Piece]:
         import pyarrow.parquet
@@ -189,43 +158,36 @@ class Inputs:
             pyarrow.parquet.ParquetFile(file.path) as table,
         ):
             names = table.schema_arrow.names
-            if self.field not in names:
-                raise DataError(self._no_field(str(file.path), names))
+            self._check_field(names, str(file.path))
             columns = [name for name in (self.field, self.id_field) if name in names]
-            record, rows = 0, max(table.metadata.num_rows, 1)
+            first, rows = 0, max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(batch_size=64, columns=columns):
-                if record + len(batch) > start:
-                    for offset, row in enumerate(batch.to_pylist()):
-                        at = record + offset
-                        id = str(row.get(self.id_field, f"{file.name}#{at}"))
-                        if at >= start and self._kept(id):
-                            text = self._text(row, f"{file.path}, row {at}")
-                            read = behind + file.bytes * (at + 1) // rows
-                            yield from self._cut(id, text, Position(number, at + 1), read)
-                record += len(batch)
+                skip = min(max(start - first, 0), len(batch))
+                for record, row in enumerate(batch.slice(skip).to_pylist(), first + skip):
+                    read = behind + file.bytes * (record + 1) // rows
+                    where = f"{file.path}, row {record}"
+                    yield from self._of_row(row, file.name, Position(number, record + 1), read, where)
+                first += len(batch)
+
+    def _of_row(self, row: Any, name: str, next: Position, read: int, where: str) -> Iterator[Piece]:
+        """The document of a row in the file `name`, if it passes the filter; `where` is its place for an error."""
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected an object with a field {self.field!r}, got {type(row).__name__}")
+        id = str(row.get(self.id_field, f"{name}#{next.record - 1}"))
+        if self._kept(id):
+            self._check_field(list(row), where)
+            text = row[self.field]
+            if text is not None and not isinstance(text, str):
+                raise DataError(f"{where}: field {self.field!r} must be text, got {type(text).__name__}")
+            yield from in_pieces(id, [(text or "", read)], next)
 
     def _kept(self, id: str) -> bool:
         return not self.filter or id.startswith(self.filter)
 
-    def _cut(self, id: str, text: str, next: Position, read: int) -> Iterator[Piece]:
-        start = 0
-        while len(text) - start > PIECE:
-            end = start + cut_before(text[start : start + PIECE])
-            yield Piece(id, text[start:end], False, next, read)
-            start = end
-        if text:
-            yield Piece(id, text[start:], True, next, read)
-
-    def _text(self, row: dict[str, Any], where: str) -> str:
-        if self.field not in row:
-            raise DataError(self._no_field(where, list(row)))
-        text = row[self.field]
-        if text is not None and not isinstance(text, str):
-            raise DataError(f"{where}: field {self.field!r} must be text, got {type(text).__name__}")
-        return text or ""
-
-    def _no_field(self, where: str, names: list[str]) -> str:
-        return f"{where}: no field {self.field!r}.{nearest(self.field, tuple(names))} It has: {', '.join(names)}."
+    def _check_field(self, names: list[str], where: str) -> None:
+        if self.field not in names:
+            meant = nearest(self.field, tuple(names))
+            raise DataError(f"{where}: no field {self.field!r}.{meant} It has: {', '.join(names)}.")
 
     def _load(self) -> Any:
         import datasets
@@ -233,6 +195,31 @@ class Inputs:
         return datasets.load_dataset(
             self.dataset, self.subset, split=self.split, revision=self.revision, streaming=True
         )
+
+
+def decoded(file: File, content: Any) -> Iterator[str]:
+    """The text of a file, never held whole."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    try:
+        while block := content.read(PIECE):
+            yield decoder.decode(block)
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.path}: no UTF-8: {error}") from None
+
+
+def in_pieces(id: str, blocks: Iterable[tuple[str, int]], next: Position) -> Iterator[Piece]:
+    """A document out of blocks of text, each with how much is read after it."""
+    rest, read = "", 0
+    for text, read in blocks:
+        rest, start = rest + text, 0
+        while len(rest) - start > PIECE:
+            end = start + cut_before(rest[start : start + PIECE])
+            yield Piece(id, rest[start:end], False, next, read)
+            start = end
+        rest = rest[start:]
+    if rest:
+        yield Piece(id, rest, True, next, read)
 
 
 def cut_before(text: str) -> int:

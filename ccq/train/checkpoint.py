@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ccq.files import naming, write_json
+from ccq.names import first_line
 from ccq.train import RunError
 from ccq.train.world import World
 
@@ -139,6 +140,7 @@ class Checkpoints:
     def __init__(self, root: Path, world: World, keep: int) -> None:
         self.root, self.world, self.keep = root, world, keep
         self.pending: Future | None = None
+        self.thread = ThreadPoolExecutor(1)
         self.step: int | None = None  # of the one that is being written
         if world.main:
             root.mkdir(parents=True, exist_ok=True)
@@ -148,28 +150,21 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> None:
         """Copy the state, then write it while training goes on; first wait for the one before."""
         self.wait()
-        partial = self.root / (folder_of(self.root, step).name + PARTIAL)
-        self.step, self.pending = step, Future()
-        sealed, writer = self.pending, FileSystemWriter(partial)
+        self.step, partial = step, self.root / (folder_of(self.root, step).name + PARTIAL)
+        writer = FileSystemWriter(partial)
         writer.fs = summed = Summed()
-
-        def seal(written: Future) -> None:  # in the thread that wrote
-            try:
-                written.result()  # of rank 0: all ranks have written, and the metadata is there
-                sums = self.world.gathered({name: taken.hexdigest() for name, taken in summed.sums.items()})
-                if self.world.main:
-                    self._seal(partial, step, sums)
-                sealed.set_result(None)
-            except BaseException as error:
-                sealed.set_exception(error)
-
         try:
-            future = async_save(state, storage_writer=writer, process_group=self.world.background)
+            written: Any = async_save(state, storage_writer=writer, process_group=self.world.background)
         except FAILURES as error:
-            self.pending = None
             raise self._failed(error) from error
-        assert isinstance(future, Future)
-        future.add_done_callback(seal)
+
+        def seal() -> None:
+            written.result()  # of rank 0: all ranks have written, and the metadata is there
+            sums = self.world.gathered({name: taken.hexdigest() for name, taken in summed.sums.items()})
+            if self.world.main:
+                self._seal(partial, step, sums)
+
+        self.pending = self.thread.submit(seal)
         if wait:
             self.wait()
 
@@ -215,9 +210,7 @@ class Checkpoints:
             with contextlib.suppress(*FAILURES):
                 pending.result(timeout=60)
         step = newest(self.root)
-        if step is None:
-            return "There is no checkpoint yet."
-        return f"The last good checkpoint is {folder_of(self.root, step)}."
+        return f"The last good checkpoint is {folder_of(self.root, step)}." if step else "There is no checkpoint yet."
 
 
 def reason(error: BaseException) -> str:
@@ -226,15 +219,12 @@ def reason(error: BaseException) -> str:
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {reason(inner)}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _sync(folder: Path) -> None:
     """The names in a folder, onto the disk."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.fsync(handle)
+        os.close(handle)

@@ -38,46 +38,33 @@ def model_config(options: Any) -> CCQConfig:
 
 @dataclass
 class Data:
+    # tokens: shards made by `ccq data prepare`; mqar, mad: recall samples made on the fly
     source: Literal["tokens", "mqar", "mad"] = "tokens"
-    """tokens: shards made by `ccq data prepare`; mqar, mad: recall samples made on the fly"""
-    path: str | None = None
-    """folder of the shards (tokens)"""
-    valid_path: str | None = None
-    """folder of shards to validate on (tokens); none: no validation"""
-    length: int = 4096
-    """tokens of a window (tokens)"""
-    batch: int = 64
-    """sequences of a step, over all ranks and micro-batches"""
-    reset: bool = False
-    """start the state anew at each document of a window (tokens)"""
+    path: str | None = None  # folder of the shards (tokens)
+    valid_path: str | None = None  # folder of shards to validate on (tokens); none: no validation
+    length: int = 4096  # tokens of a window (tokens)
+    batch: int = 64  # sequences of a step, over all ranks and micro-batches
+    reset: bool = False  # start the state anew at each document of a window (tokens)
+    # length, pairs (mad: tokens of the longest key), samples of each kind of recall sample; zoology's by default
     slices: tuple[tuple[int, int, int], ...] = tuple((s.length, s.pairs, s.samples) for s in TRAIN)
-    """length, pairs (mad: tokens of the longest key), samples of each kind of recall sample; zoology's by default"""
-    recall_vocab_size: int | None = None
-    """of the recall samples; none: the model's"""
-    valid_slices: tuple[tuple[int, int, int], ...] = ()
-    """the same for validation; none: no validation"""
-    updates: int = 0
-    """keys of a sample that get another value (mqar)"""
-    noise: float = 0.0
-    """the share of pairs that are noise (mad)"""
+    recall_vocab_size: int | None = None  # of the recall samples; none: the model's
+    valid_slices: tuple[tuple[int, int, int], ...] = ()  # the same for validation; none: no validation
+    updates: int = 0  # keys of a sample that get another value (mqar)
+    noise: float = 0.0  # the share of pairs that are noise (mad)
 
 
 @dataclass
 class Optimizer:
-    lr: float = 1e-3
-    """the largest learning rate"""
-    warmup: int = 1024
-    """steps in which it rises to that, linearly"""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """what follows: a cosine to 0 at the last step, or nothing"""
+    lr: float = 1e-3  # the largest learning rate
+    warmup: int = 1024  # steps in which it rises to that, linearly
+    schedule: Literal["cosine", "constant"] = "cosine"  # what follows: a cosine to 0 at the last step, or nothing
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    # of matrices; norms, biases, A_log, dt_bias do not decay, the gate's bias by model.decay_gate_bias
     weight_decay: float = 0.1
-    """of matrices; norms, biases, A_log, dt_bias do not decay, the gate's bias by model.decay_gate_bias"""
-    clip: float | None = 1.0
-    """the largest norm of the gradient; none: no clipping"""
+    clip: float | None = 1.0  # the largest norm of the gradient; none: no clipping
+    # PATTERN=RATE: another largest rate of the parameters whose name matches; the first that matches counts
     rates: tuple[str, ...] = ()
-    """PATTERN=RATE: another largest rate of the parameters whose name matches; the first that matches counts"""
 
     def scale(self, name: str) -> float:
         """Of the learning rate of the parameter with this name."""
@@ -95,38 +82,23 @@ class Optimizer:
 class Runtime:
     """How it runs, not what it computes: these may change when a run is resumed."""
 
-    micro_batch: int = 8
-    """sequences a rank takes at once; the rest of its part of the batch is accumulated"""
-    activation_checkpointing: bool = False
-    """keep the inputs of layers only, and compute the rest again in the backward"""
-    compile: bool = False
-    """torch.compile each layer"""
-    capture: bool = True
-    """replay the step as a CUDA graph: on one GPU, where shapes are fixed, without the two above"""
-    device: str | None = None
-    """cuda or cpu; none: a GPU if there is one"""
-    workers: int = 0
-    """0 or 1 processes that make batches ahead of time"""
-    checkpoint_every: int = 500
-    """steps"""
-    keep: int = 3
-    """checkpoints that are kept"""
-    log_every: int = 10
-    """steps"""
+    micro_batch: int = 8  # sequences a rank takes at once; the rest of its part of the batch is accumulated
+    activation_checkpointing: bool = False  # keep the inputs of layers only, and compute the rest again in the backward
+    compile: bool = False  # torch.compile each layer
+    capture: bool = True  # replay the step as a CUDA graph: on one GPU, where shapes are fixed, without the two above
+    device: str | None = None  # cuda or cpu; none: a GPU if there is one
+    workers: int = 0  # 0 or 1 processes that make batches ahead of time
+    checkpoint_every: int = 500  # steps
+    keep: int = 3  # checkpoints that are kept
+    log_every: int = 10  # steps
     tensorboard: bool = True
-    validate_every: int = 500
-    """steps; also after the last"""
-    validate_windows: int = 256
-    """windows to validate on at most (tokens)"""
-    sample_every: int = 0
-    """steps between samples of text (tokens, with a tokenizer beside the shards); 0: none"""
+    validate_every: int = 500  # steps; also after the last
+    validate_windows: int = 256  # windows to validate on at most (tokens)
+    sample_every: int = 0  # steps between samples of text (tokens, with a tokenizer beside the shards); 0: none
     sample_prompt: str = ""
-    sample_tokens: int = 48
-    """tokens of prompt and sample together"""
-    patience: int = 5
-    """steps in a row with a loss or gradient that is not finite, after which the run stops"""
-    timeout: int = 600
-    """seconds after which a rank that does not answer is lost"""
+    sample_tokens: int = 48  # tokens of prompt and sample together
+    patience: int = 5  # steps in a row with a loss or gradient that is not finite, after which the run stops
+    timeout: int = 600  # seconds after which a rank that does not answer is lost
 
 
 @dataclass
@@ -137,18 +109,14 @@ class Config:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     runtime: Runtime = field(default_factory=Runtime)
-    steps: int = 1000
-    """steps of the optimizer"""
-    seed: int = 0
-    """of weights and data"""
-    dtype: Literal["bf16", "fp32", "fp64"] = "fp32"
-    """of the computation; weights are kept in fp32 (fp64 for fp64)"""
+    steps: int = 1000  # steps of the optimizer
+    seed: int = 0  # of weights and data
+    dtype: Literal["bf16", "fp32", "fp64"] = "fp32"  # of the computation; weights are kept in fp32 (fp64 for fp64)
+    # the model whose weights and options the run begins with (folder, run or name); none: random weights
     init: str | None = None
-    """the model whose weights and options the run begins with (folder, run or name); none: random weights"""
-    train: str | None = None
-    """train only parameters whose name matches this, as 'cleaner|q_proj'; none: all"""
+    train: str | None = None  # train only parameters whose name matches this, as 'cleaner|q_proj'; none: all
+    # what the run is of; the run fills in what the other fields say
     identity: Identity = field(default_factory=Identity)
-    """what the run is of; the run fills in what the other fields say"""
 
     def __post_init__(self) -> None:
         self.check()
@@ -159,13 +127,14 @@ class Config:
             model_config(self.model)
         except (TypeError, ValueError) as error:
             raise RunError(f"model.{error}") from None
-        if self.data.source != "tokens" and not self.data.slices:
-            raise RunError("data.slices: expected one kind of sample at least, got none")
-        if self.data.source != "tokens" and (self.data.path or self.data.valid_path):
-            raise RunError(
-                "data.path: this recipe makes recall samples and reads no text; to train it on text, add --data.source "
-                "tokens and the --model.vocab-size of its tokenizer"
-            )
+        if self.data.source != "tokens":
+            if not self.data.slices:
+                raise RunError("data.slices: expected one kind of sample at least, got none")
+            if self.data.path or self.data.valid_path:
+                raise RunError(
+                    "data.path: this recipe makes recall samples and reads no text; to train it on text, add "
+                    "--data.source tokens and the --model.vocab-size of its tokenizer"
+                )
         if self.runtime.workers not in (0, 1):
             raise RunError(f"runtime.workers: expected 0 or 1, got {self.runtime.workers}")
         least_of = {
@@ -271,7 +240,7 @@ def read(path: Path) -> Config:
         if "system" in content:  # what versions before 0.2 called it
             content["runtime"] = content.pop("system")
         old = content.setdefault("identity", {}) == {}  # a run of theirs: its options tell what it is
-        made = {name: kind(**_tuples(content.pop(name))) for name, kind in parts.items()}
+        made = {name: kind(**tuples(content.pop(name))) for name, kind in parts.items()}
         config = Config(**made, **content)
         return identified(config) if old else config
     except KeyError as error:
@@ -281,18 +250,14 @@ def read(path: Path) -> Config:
 
 
 def tuples(value: Any) -> Any:
-    """Lists, in which JSON has them, as the tuples that they were."""
+    """Lists, in which JSON has them, as the tuples that they were: all but eos_token_id, which transformers reads."""
+    if isinstance(value, dict):
+        return {name: x if name == "eos_token_id" else tuples(x) for name, x in value.items()}
     return tuple(tuples(x) for x in value) if isinstance(value, list) else value
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if name == "eos_token_id" else tuples(value) for name, value in fields.items()}
 
 
 # of the paths, the run compares what lies there; an identity follows from the other fields
 MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
-
-
 LATER = ("init", "train", "optimizer.rates")  # which older runs have not: unset they change no hash of a run
 
 

@@ -22,8 +22,7 @@ def train_source(config: Config, checksums: bool = True) -> Source:
         return recall_source(config, data.slices, "train")
     if data.path is None:
         raise RunError("data.path: expected a folder made by `ccq data prepare`, got none (--data.path DIR)")
-    shards = TokenShards(data.path, checksums=checksums)
-    return fits(TokenWindows(shards, data.length, data.batch, config.seed, data.reset), config, "data.path")
+    return windows_of(TokenShards(data.path, checksums=checksums), config, "data.path")
 
 
 def valid_source(config: Config, checksums: bool = True) -> TokenWindows | Recall | None:
@@ -41,8 +40,7 @@ def valid_source(config: Config, checksums: bool = True) -> TokenWindows | Recal
                 f"data.valid_path: expected tokens of the tokenizer of {data.path}, {expected[:12]}, got those of "
                 f"another in {data.valid_path}, {shards.tokenizer_hash[:12]}"
             )
-    windows = TokenWindows(shards, data.length, data.batch, config.seed, data.reset)
-    return fits(windows, config, "data.valid_path")
+    return windows_of(shards, config, "data.valid_path")
 
 
 def recall_vocabulary(config: Config) -> int:
@@ -66,13 +64,13 @@ def recall_source(config: Config, slices: tuple, split: str) -> Recall:
         raise RunError(f"data: {error}") from None
 
 
-def fits(windows: TokenWindows, config: Config, name: str) -> TokenWindows:
-    if windows.vocab_size > config.model.vocab_size:
+def windows_of(shards: TokenShards, config: Config, name: str) -> TokenWindows:
+    if shards.vocab_size > config.model.vocab_size:
         raise RunError(
-            f"{name}: the tokens there are of a vocabulary of {windows.vocab_size:,}, and model.vocab_size is "
+            f"{name}: the tokens there are of a vocabulary of {shards.vocab_size:,}, and model.vocab_size is "
             f"{config.model.vocab_size:,}"
         )
-    return windows
+    return TokenWindows(shards, config.data.length, config.data.batch, config.seed, config.data.reset)
 
 
 def longest(config: Config) -> int:

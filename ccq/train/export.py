@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,24 +23,7 @@ from ccq.train.parallelize import DTYPES, make_model
 from ccq.train.world import join
 
 ORIGIN = "export.json"  # of which run and step an export is
-CARD = "README.md"
-# the same for all, so that it is never that of an older export
-CARD_TEXT = """---
-library_name: transformers
-tags: [ccq, linear-attention]
----
-# A model of ccq
-
-It needs the package: `pip install "ccq[model]"`. config.json says what it is, export.json of which run and step.
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
-```
-
-Or, after `import ccq`, without `trust_remote_code`; or `model, tokenizer = ccq.load("FOLDER")`.
-"""
+CARD = "README.md"  # card.md for all, so that it is never that of an older export
 
 
 def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
@@ -93,7 +77,7 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
             model.save_pretrained(partial)
             write_json(partial / ORIGIN, {"run": mark, "step": step})
             if not (out / CARD).exists():  # one that somebody has written stays
-                (partial / CARD).write_text(CARD_TEXT, encoding="utf-8")
+                shutil.copyfile(Path(__file__).with_name("card.md"), partial / CARD)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} could not be written: {reason(error)}") from error
     return step

@@ -53,11 +53,8 @@ def claim(folder: Path, config: Config, done: int = 0) -> None:
         different = configs.differences(configs.read(path), config)
         if (folder / DATA).exists():
             before = read_data(folder / DATA)
-            different += [
-                f"data.{name}: {other_tokens(getattr(config.data, name), before[name])}"
-                for name in data
-                if before[name] != data[name]
-            ]
+            changed = [name for name in data if before[name] != data[name]]
+            different += [f"data.{name}: {other_tokens(getattr(config.data, name), before[name])}" for name in changed]
         if [line for line in different if line.startswith("steps:")] == different != []:
             raise RunError(
                 f"{folder}: {different[0]}. Its learning rate falls with a cosine that ends at its last step, so a "
@@ -90,16 +87,14 @@ def mark(folder: Path) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-EXPECTED = "what the run wrote of its data"
-
-
 def read_data(path: Path) -> dict[str, str | None]:
     """Fingerprints of what the run is trained and validated on."""
-    found = read_json(path, RunError, EXPECTED)
+    expected = "what the run wrote of its data"
+    found = read_json(path, RunError, expected)
     try:
         return {name: found[name] for name in ("path", "valid_path")}
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error!r}): expected {EXPECTED}") from None
+        raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
 
 
 def other_tokens(given: str | None, before: str | None) -> str:

@@ -74,20 +74,19 @@ def fitting(name: str, weights: dict[str, Any], stored: dict[str, Any], say: Cal
     taken = {key: x for key, x in weights.items() if key in stored}
     if not taken:
         raise RunError(f"init: {name} holds no weights of this model in safetensors, but {', '.join(list(stored)[:4])}")
-    wrong = [
-        f"{key} is {list(stored[key].size)} there, {list(x.shape)} here"
-        for key, x in taken.items()
-        if stored[key].size != x.shape
-    ]
+    other = [key for key, x in taken.items() if stored[key].size != x.shape]
+    wrong = [f"{key} is {list(stored[key].size)} there, {list(taken[key].shape)} here" for key in other]
     # a tied head may be stored beside the embedding that it is
-    left = [key for key in stored if key not in weights and key != "lm_head.weight"]
-    wrong += [f"{key} has no place here" for key in left]
+    wrong += [f"{key} has no place here" for key in stored if key not in weights and key != "lm_head.weight"]
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise RunError(f"init: {name} does not fit: {'; '.join(wrong[:8])}{more}")
+        raise RunError(f"init: {name} does not fit: {some(wrong, '; ')}")
     if new := [key for key in weights if key not in stored]:
-        say(f"new, as configured: {', '.join(new[:8])}" + (f" and {len(new) - 8} more" if len(new) > 8 else ""))
+        say(f"new, as configured: {some(new, ', ')}")
     return taken
+
+
+def some(names: list[str], between: str) -> str:
+    return between.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def other_tokenizer(name: str, config: Config) -> str | None:

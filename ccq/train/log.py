@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ccq.files import finite, naming, write_atomically
 from ccq.names import duration
 from ccq.train import folder
@@ -33,11 +35,10 @@ class Log:
         self.bar: Any = None
 
     def say(self, text: str) -> None:
-        if self.main:
-            if self.bar is not None:
-                self.bar.console.print(text, markup=False, highlight=False)
-            else:
-                print(text, flush=True)
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False)
+        elif self.main:
+            print(text, flush=True)
 
     def open(self, step: int) -> None:
         """Begin at `step`; what an earlier process logged after it is dropped, since it is computed again."""
@@ -80,21 +81,19 @@ class Log:
                         self.board.add_scalar(f"{name}/layer_{layer}", x, step)
                 elif isinstance(value, int | float):
                     self.board.add_scalar(name.replace("lam_of_", "lam/"), value, step)  # beside the gates
-        shown = " ".join(
-            f"{heading} {form.format(_mean(values[name]))}"
-            for name, heading, form in SHOWN
-            if values.get(name) is not None
-        )
+        if "loss" not in values:
+            return
+        known = [(values[name], heading, form) for name, heading, form in SHOWN if values.get(name) is not None]
+        shown = " ".join(f"{heading} {form.format(np.mean(value))}" for value, heading, form in known)
         if seconds_left is not None:
             shown += f" left {duration(seconds_left)}"
-        if "loss" in values and self.bar is None:
+        self.advance(step, shown=shown)
+        if self.bar is None:
             print(f"step {step}/{self.config.steps} {shown}", flush=True)
-        elif "loss" in values:
-            self.bar.update(self.bar.task_ids[0], completed=step, shown=shown)
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, **shown: str) -> None:
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step)
+            self.bar.update(self.bar.task_ids[0], completed=step, **shown)
 
 
 def _bar(steps: int, step: int) -> Any:
@@ -118,7 +117,3 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf  # cut off by the death of its process
-
-
-def _mean(value: Any) -> float:
-    return sum(value) / len(value) if isinstance(value, list) else value

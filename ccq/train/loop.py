@@ -1,4 +1,4 @@
-"""The training loop. One process on a CPU, one GPU, and torchrun over many run the same lines.
+"""The training loop: all that happens around the steps of trainer.py.
 
 A batch is a function of (seed, step), weights and moments are saved by name, and generators are seeded anew each step:
 so the state of a run is its weights, its moments and the step. On a CPU, and on as many ranks as before, it goes on to
@@ -8,130 +8,31 @@ the bit; on another number of them with the same data, and gradients that are ad
 from __future__ import annotations
 
 import contextlib
-import math
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ccq.data import DataError
-from ccq.data.batches import IGNORE, Batch, Steps, iterating
-from ccq.data.counter import key_of
+from ccq.data.batches import Batch, Steps, iterating
 from ccq.doctor import check_cpu_bf16
-from ccq.names import duration
+from ccq.model.info import info
+from ccq.names import duration, first_line
 from ccq.train import RunError, folder
-from ccq.train.captured import DeviceStep
 from ccq.train.checkpoint import Checkpoints, folder_of, load, newest, problem
 from ccq.train.config import Config, model_config
 from ccq.train.data import accumulation, longest, train_source, valid_source
 from ccq.train.gpus import peak_flops
 from ccq.train.log import Log
-from ccq.train.monitor import Gates, call, sample, summary, tokenizer_of, validate
-from ccq.train.optimizer import decaying, learning_rate, make_optimizer, pure_decay, scale_, squared_norms
-from ccq.train.parallelize import freeze, make_model, parallelize
+from ccq.train.monitor import sample, summary, tokenizer_of, validate
+from ccq.train.optimizer import pure_decay
+from ccq.train.trainer import Done, Trainer
 from ccq.train.world import World, join
-
-
-@dataclass(frozen=True)
-class Done:
-    """What came of a step, over all ranks."""
-
-    loss: float  # mean over the scored tokens
-    norm: float  # of the gradient, before clipping
-    lr: float
-    tokens: int  # that went through the model
-    scored: int
-    ok: bool  # False: loss or gradient was not finite, and the weights did not change
-
-
-class Trainer:
-    """Weights, moments and the step, and how one step changes them."""
-
-    def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
-        model = make_model(config, world.device)
-        freeze(model, config.train)
-        decay = decaying(model)
-        self.prepared = parallelize(model, config, world)
-        self.model = self.prepared.model
-        self.optimizer = make_optimizer(self.prepared.trained, decay, config.optimizer)
-        self.gates = Gates(self.model)
-        self.on_device = DeviceStep(self) if world.size == 1 and world.device.type == "cuda" else None
-        self.progress = {"step": 0, "skipped": 0, "in_a_row": 0}
-
-    def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds; to be filled in place by one."""
-        masters = self.prepared.masters
-        return {
-            "model": {name: x.detach() for name, x in masters.items()},
-            "optimizer": {name: dict(self.optimizer.state[x]) for name, x in self.prepared.trained.items()},
-            "progress": self.progress,
-        }
-
-    def loaded(self, state: dict[str, Any]) -> None:
-        """After `state` was filled: what is no tensor, and what is computed with."""
-        self.progress = state["progress"]
-        self.prepared.refresh()
-
-    def step(self, batches: list[Batch]) -> Done:
-        """One step on this rank's micro-batches.
-
-        The loss is the sum over all ranks' scored tokens divided by their number: so each micro-batch's sum is divided
-        by the number of all before its backward, and gradients add up, over micro-batches and over ranks.
-        """
-        config, world, step = self.config, self.world, self.progress["step"]
-        torch.manual_seed(key_of("step", config.seed, step, world.rank))
-        lr = learning_rate(step, config)
-        local_scored = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-        scored, tokens = world.total(local_scored, sum(batch.input_ids.numel() for batch in batches))
-
-        if self.on_device is not None:
-            mean, norm = self.on_device(batches, int(scored), lr)
-            ok = math.isfinite(mean) and math.isfinite(norm)
-        else:
-            mean, norm, ok = self.by_host(batches, int(scored), lr)
-        self.progress["step"] += 1
-        self.progress["skipped"] += not ok
-        self.progress["in_a_row"] = 0 if ok else self.progress["in_a_row"] + 1
-        return Done(mean, norm, lr, int(tokens), int(scored), ok)
-
-    def backward(self, batches: Sequence[Batch], scored: int | Tensor) -> Tensor:
-        """Gradients of this rank's micro-batches, and its part of the loss: a sum over tokens divided by `scored`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for batch in batches:
-            out = call(self.model, batch, self.world.device)
-            loss = out.loss * out.scored / scored
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def by_host(self, batches: list[Batch], scored: int, lr: float) -> tuple[float, float, bool]:
-        """Loss, norm, and whether the step was taken: the host decides, since it knows what other ranks found."""
-        world, clip = self.world, self.config.optimizer.clip
-        total = self.backward(batches, max(scored, 1))
-        self.prepared.sum_whole()
-        gradients = self.prepared.gradients()
-        shards, whole = (x.to(world.device) for x in squared_norms(gradients))
-        here = torch.stack([total, shards, whole]).tolist()  # the one place where the host waits for the device
-        mean, squares = world.total(*here[:2])
-        norm = math.sqrt(squares + here[2])
-        ok = math.isfinite(mean) and math.isfinite(norm)
-        if ok:
-            if clip is not None and norm > clip:
-                scale_(gradients, clip / norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group["scale"]
-            self.optimizer.step()
-            self.prepared.refresh()
-        self.optimizer.zero_grad()
-        self.gates.latest = self.gates.collect()
-        return mean, norm, ok
 
 
 def train(config: Config, run: Path) -> int:
@@ -164,12 +65,11 @@ def train(config: Config, run: Path) -> int:
                 f"runtime.activation_checkpointing. {checkpoints.left()}"
             ) from error
         except RuntimeError as error:
-            if isinstance(error, RunError) or world.size == 1 or not lost_rank(error):
+            lost = isinstance(error, dist.DistError) or re.search("gloo|connection|nccl|timed out", str(error).lower())
+            if isinstance(error, RunError) or world.size == 1 or not lost:
                 raise
-            line = str(error).strip().splitlines()[0]
-            raise RunError(
-                f"another rank does not answer ({line}). {checkpoints.left()} Start again, with any number of ranks."
-            ) from error
+            told = f"{checkpoints.left()} Start again, with any number of ranks."
+            raise RunError(f"another rank does not answer ({first_line(error)}). {told}") from error
         finally:
             log.close()
 
@@ -194,13 +94,6 @@ def on_main(world: World, action: Callable[[], Any]) -> None:
         raise RunError(failed)
 
 
-def lost_rank(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        word in text for word in ("gloo", "connection", "nccl", "timed out")
-    )
-
-
 class Run:
     """The loop, with all that happens between the steps."""
 
@@ -209,13 +102,11 @@ class Run:
         self.source, self.valid = train_source(config, checksums=False), valid_source(config, checksums=False)
         self.accumulate = accumulation(config, world.size)
         self.trainer = Trainer(config, world)
-        cleaners = self.trainer.gates.cleaners
-        gated = any(cleaner.has_gate for cleaner in cleaners)
+        gated = any(cleaner.has_gate for cleaner in self.trainer.gates.cleaners)
         self.curve = pure_decay(config) if gated and config.init is None else None
         self.tokenizer = tokenizer_of(run) if config.runtime.sample_every else None
-        self.flops = flops_per_token(config)
-        self.seen = self.seconds = 0.0  # tokens and time of the `timed` steps since the last line of the log
-        self.timed = 0
+        self.flops = info(model_config(config.model), longest(config)).train_flops  # of a token
+        self.seen = self.seconds = self.timed = 0.0  # tokens, time and number of steps since the last line of the log
         self.first = True
 
     def train(self) -> int:
@@ -258,10 +149,8 @@ class Run:
     def headline(self) -> str:
         config = self.config
         name = config.model.mixer + (" + CCQ" if config.model.clean else "")
-        parameters, trained = (
-            sum(x.numel() for x in which.values())
-            for which in (self.trainer.prepared.masters, self.trainer.prepared.trained)
-        )
+        prepared = self.trainer.prepared
+        parameters, trained = (sum(x.numel() for x in y.values()) for y in (prepared.masters, prepared.trained))
         some = "" if trained == parameters else f" ({trained:,} of them trained)"
         return (
             f"{name}: {parameters:,} parameters{some}, {config.dtype} on "
@@ -326,7 +215,7 @@ class Run:
             values["lam_of_decay_alone"] = float(self.curve[step])
         left = self.seconds / self.timed * (self.config.steps - step)
         self.log.record(step, seconds_left=left, **values)
-        self.seen, self.seconds, self.timed = 0.0, 0.0, 0
+        self.seen = self.seconds = self.timed = 0.0
 
 
 @contextlib.contextmanager
@@ -347,10 +236,3 @@ def stop_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def flops_per_token(config: Config) -> float:
-    """To train, at the recipe's length."""
-    from ccq.model.info import info
-
-    return info(model_config(config.model), longest(config)).train_flops

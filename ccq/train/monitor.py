@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +39,19 @@ def looking(model: nn.Module) -> Iterator[None]:
 def call(model: Any, batch: Batch, device: torch.device, **options: Any) -> Any:
     """The model on a batch: the loss at scored positions, no logits. Borders stay on the host, which looks at them."""
     ids, labels = (x.to(device, non_blocking=True) for x in (batch.input_ids, batch.labels))
+    if batch.positions is not None:
+        total, scored = model.cross_entropy(at_positions(model, batch), labels.flatten())
+        return SimpleNamespace(loss=total / scored.clamp(min=1), scored=scored)
     return model(ids, targets=labels, cu_seqlens=batch.cu_seqlens, use_cache=False, **options)
+
+
+def at_positions(model: Any, batch: Batch) -> Float[Tensor, "BP D"]:
+    """What the model knows at the positions of a batch that lies on its device: no logits of others are computed."""
+    assert batch.positions is not None
+    rows, length = batch.input_ids.shape
+    at = batch.positions + torch.arange(rows, device=batch.input_ids.device)[:, None] * length
+    hidden = model.model(batch.input_ids, use_cache=False, return_dict=True).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, at.flatten())
 
 
 def validate(model: Any, config: Config, world: World, source: TokenWindows | Recall) -> dict[str, float]:

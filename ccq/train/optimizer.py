@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -92,16 +91,10 @@ def pure_decay(config: Config) -> np.ndarray:
     return 1 / (1 + np.exp(-bias))
 
 
-def squared_norms(gradients: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def squared_norms(gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Sums of squares on this rank, in fp64: of the shards, which ranks add up, and of what all ranks have."""
-    shards: list[Tensor] = []
-    whole: list[Tensor] = []
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            shards.append(gradient.to_local())
-        else:
-            whole.append(gradient)
-    return _squares(shards), _squares(whole)
+    shards = [x.to_local() for x in gradients if isinstance(x, DTensor)]
+    return _squares(shards), _squares([x for x in gradients if not isinstance(x, DTensor)])
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
@@ -111,6 +104,6 @@ def _squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(filled)).double().square().sum()
 
 
-def scale_(gradients: Iterable[Tensor], factor: float) -> None:
+def scale_(gradients: list[Tensor], factor: float | Tensor) -> None:
     local: list[Any] = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     torch._foreach_mul_(local, factor)

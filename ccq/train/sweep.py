@@ -11,7 +11,6 @@ moment, the same command goes on with the runs that are missing. DIR/TASK_TIER.j
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,7 +18,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,23 +66,24 @@ TASKS = {
 Choice = tuple[float, float | None]  # a rate and a decay
 
 
-def groups_of(tier: str, options: argparse.Namespace, chosen: dict[str, Choice]) -> list[list[Spec]]:
-    """Runs that are trained together: a row at all rates and decays, or with all seeds."""
-    steps, seeds = options.steps, options.seeds
-    make = functools.partial(Spec, size=options.size, steps=steps, changes=options.changes)
+def groups_of(options: argparse.Namespace, chosen: dict[str, Choice]) -> list[list[Spec]]:
+    """Runs that are trained together: a row at all rates and decays, or at those chosen with all seeds."""
+    make = functools.partial(Spec, size=options.size, steps=options.steps, changes=options.changes)
     grid: list[Choice] = list(itertools.product(options.rates, options.decays))
-    groups = [
-        [
-            make(row=row, lr=lr, decay=decay, seed=seed)
-            for seed in seeds
-            for lr, decay in ([chosen[row]] if tier == "seeds" else grid)
-        ]
-        for row in options.rows
-    ]
+    groups = []
+    for row in options.rows:
+        of_row = itertools.product(options.seeds, [chosen[row]] if row in chosen else grid)
+        groups.append([make(row=row, lr=lr, decay=decay, seed=seed) for seed, (lr, decay) in of_row])
     row, rate, times = REPEATED
-    if tier == "rows" and row in options.rows and (rate, None) in grid:
-        groups.append([make(row=row, lr=rate, seed=seeds[0], repeat=1 + n) for n in range(times)])
+    if row in options.rows and row not in chosen and (rate, None) in grid:
+        groups.append([make(row=row, lr=rate, seed=options.seeds[0], repeat=1 + n) for n in range(times)])
     return groups
+
+
+def finished(specs: Sequence[Spec], out: Path) -> dict[str, dict[str, Any]]:
+    """By name, what the runs found of which a file is there."""
+    paths = {spec.name: out / "runs" / f"{spec.name}.json" for spec in specs}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
 def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Choice]:
@@ -113,7 +113,7 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
     expected = "what `ccq sweep --tier rows` writes: the rates are chosen there"
     content = read_json(path, RunError, expected)
     try:
-        unfinished = {Spec.row_of(name) for name in content["missing"] if not Spec.is_repeat(name)}
+        unfinished = {Spec.row_of(name) for name in content["missing"] if "-r0" in name}
         chosen = {row: choice for row, choice in choices_in(content).items() if row in rows}
         theirs = content.get("size", size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -189,31 +189,29 @@ def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dic
 
 
 def merge(
-    task: str, tier: str, specs: Sequence[Spec], out: Path, chosen: dict[str, Choice], failed: list,
-    now: dict[str, Any], before: dict[str, Any],
+    options: argparse.Namespace, specs: Sequence[Spec], chosen: dict[str, Choice], failed: list, now: dict[str, Any],
+    before: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """All finished runs of a tier, those of calls before among them, as one file; returns what is in it."""
     from ccq.provenance import provenance
 
-    paths = {spec.name: out / "runs" / f"{spec.name}.json" for spec in specs}
-    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    names, found, rows = {spec.name for spec in specs}, finished(specs, options.out), {spec.row for spec in specs}
     chosen = before["chosen"] | chosen
-    kept = {
-        name: run
-        for name, run in before["runs"].items()
-        if name in found
-        or (name not in paths and (tier == "rows" or (run["lr"], run.get("decay")) == chosen.get(run["row"])))
-    }  # of seeds, a row may have another rate now
-    runs = list((kept | found).values())
-    rows = {spec.row for spec in specs}
+
+    def kept(name: str, run: dict[str, Any]) -> bool:
+        """Of seeds, a row may have another rate now."""
+        same = options.tier == "rows" or (run["lr"], run.get("decay")) == chosen.get(run["row"])
+        return name in found or (name not in names and same)
+
+    runs = list(({name: run for name, run in before["runs"].items() if kept(name, run)} | found).values())
     missing = [name for name in before["missing"] if Spec.row_of(name) not in rows]
     failed = [*(before["failed"][name] for name in missing if name in before["failed"]), *failed]
-    chosen = chosen if tier == "seeds" else best_of(runs)
+    chosen = chosen if options.tier == "seeds" else best_of(runs)
     decays = {row: decay for row, (_, decay) in chosen.items() if decay is not None}
     content = {
-        "kind": f"{task}_sweep",
-        "tier": tier,
-        "size": specs[0].size,
+        "kind": f"{options.task}_sweep",
+        "tier": options.tier,
+        "size": options.size,
         "protocol": {
             **now,
             "rates": sorted({spec.lr for spec in specs} | {run["lr"] for run in runs}),
@@ -223,13 +221,13 @@ def merge(
         "chosen": {row: lr for row, (lr, _) in chosen.items()},
         **({"chosen_decay": decays} if decays else {}),
         "failed": [x for x in failed if x["name"] not in found],
-        "missing": [*missing, *(name for name in paths if name not in found)],
-        "runs": runs,
+        "missing": [*missing, *(spec.name for spec in specs if spec.name not in found)],
     }
-    head = json.dumps({name: value for name, value in content.items() if name != "runs"}, indent=1)
+    head = json.dumps(content, indent=1)
     lines = ",\n".join(json.dumps(run) for run in runs)  # one line a run: few bytes, and a diff that says which
-    write_atomically(out / f"{task}_{tier}.json", f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
-    return content
+    path = options.out / f"{options.task}_{options.tier}.json"
+    write_atomically(path, f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
+    return {**content, "runs": runs}
 
 
 def table(content: dict[str, Any]) -> str:
@@ -247,20 +245,6 @@ def table(content: dict[str, Any]) -> str:
                 f"test {run['test']['accuracy']:.3f} | {by_slice} | state {run['state_bytes'] / 1024:.1f} KiB{gate}"
             )
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM as Ctrl-C: what is finished is still gathered."""
-
-    def stop(number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -309,10 +293,9 @@ def sweep(options: argparse.Namespace) -> int:
     options.seeds = tuple(dict.fromkeys(options.seeds or SEEDS[tier]))
     options.rates = tuple(dict.fromkeys(options.rates or task.rates))
     options.decays = tuple(dict.fromkeys(options.decays or task.decays))
-    for name, value, least in (("steps", options.steps, 1), ("test-samples", options.test_samples, 1),
-                               ("workers", options.workers, 0)):  # fmt: skip
-        if value < least:
-            raise RunError(f"--{name}: expected at least {least}, got {value}")
+    for name, least in (("steps", 1), ("test_samples", 1), ("workers", 0)):
+        if (value := getattr(options, name)) < least:
+            raise RunError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
     options.changes = tuple(change(text) for text in options.set)
     if options.decays != (None,) and any(name == "optimizer.weight_decay" for name, _ in options.changes):
         raise RunError("--set optimizer.weight_decay: the runs of a sweep differ in it, give it with --decays")
@@ -324,7 +307,7 @@ def sweep(options: argparse.Namespace) -> int:
             chosen = read_chosen(options.rates_from, options.rows)
         elif tier == "seeds":
             chosen = read_chosen(out / f"{options.task}_rows.json", options.rows, options.size)
-        groups = groups_of(tier, options, chosen)
+        groups = groups_of(options, chosen)
         for group in groups:
             try:
                 config = group[0].config()  # refuse now what no run can have
@@ -332,31 +315,29 @@ def sweep(options: argparse.Namespace) -> int:
                 raise RunError(f"--set: {error}") from None
             if not config.data.valid_slices:
                 raise RunError("data.valid_slices: expected one kind of sample at least: rates are chosen on them")
-        check_test_samples(groups, out, options.test_samples)
         specs = list(itertools.chain(*groups))
+        done = finished(specs, out)
+        check_test_samples(done, out / "runs", options.test_samples)
         now, path = protocol(specs, options.test_samples), out / f"{options.task}_{tier}.json"
         before: dict[str, Any] = {"chosen": {}, "failed": {}, "missing": [], "runs": {}}
         if path.exists() and not options.force:
             before = earlier_calls(path, specs, now)
-        todo = [[spec for spec in group if not (out / "runs" / f"{spec.name}.json").exists()] for group in groups]
-        todo = [group for group in todo if group]
+        todo = [new for group in groups if (new := [spec for spec in group if spec.name not in done])]
         if todo:
             device = options.device or best_device()
             check_device(device)
             check_cpu_bf16(device, todo[0][0].config().dtype)
-        count, total = sum(map(len, todo)), sum(map(len, groups))
-        say(f"{total} runs of {options.steps} steps, {total - count} of them finished before")
-        settings = {
-            "device": options.device, "capture": not options.no_capture, "workers": options.workers,
-            "test_samples": options.test_samples, "groups": len(todo),
-        }  # fmt: skip
-        code, failed = 0, []
+        total = len(specs)
+        say(f"{total} runs of {options.steps} steps, {len(done)} of them finished before")
+        code, failed, options.groups = 0, [], len(todo)
+        on_terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: finished runs are kept
         try:
-            with stopped_by_sigterm():
-                failed = run_all(todo, out, settings, began + 60 * options.minutes)
+            failed = run_all(todo, options, began + 60 * options.minutes)
         except KeyboardInterrupt:
             code = 130
-        content = merge(options.task, tier, specs, out, chosen, failed, now, before)
+        finally:
+            signal.signal(signal.SIGTERM, on_terminate)
+        content = merge(options, specs, chosen, failed, now, before)
     print(table(content))
     left = len({spec.name for spec in specs} & set(content["missing"]))
     say(
@@ -366,17 +347,14 @@ def sweep(options: argparse.Namespace) -> int:
     return code or (1 if left else 0)
 
 
-def check_test_samples(groups: list[list[Spec]], out: Path, samples: int) -> None:
+def check_test_samples(done: dict[str, dict[str, Any]], folder: Path, samples: int) -> None:
     """RunError where a finished run was tested on another number: one file must not mix them."""
-    for spec in itertools.chain(*groups):
-        path = out / "runs" / f"{spec.name}.json"
-        if path.exists():
-            found = sorted({part["samples"] for part in json.loads(path.read_text())["test"]["slices"]})
-            if found not in ([], [samples]):
-                raise RunError(
-                    f"--test-samples: {path} was tested on {found[0]} of each slice, asked for {samples}. "
-                    f"Give --test-samples {found[0]}, or take another --out"
-                )
+    for name, run in done.items():
+        for before in {part["samples"] for part in run["test"]["slices"]} - {samples}:
+            raise RunError(
+                f"--test-samples: {folder / name}.json was tested on {before} of each slice, asked for {samples}. "
+                f"Give --test-samples {before}, or take another --out"
+            )
 
 
 def change(text: str) -> tuple[str, Any]:

@@ -13,10 +13,10 @@ import re
 import signal
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from ccq.files import write_atomically
@@ -43,8 +43,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        changed = hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
-        where = f"-{changed}" * bool(changed)
+        where = "-" + hashlib.sha256(repr(self.changes).encode()).hexdigest()[:8] if self.changes else ""
         decay = "" if self.decay is None else f"-wd{self.decay:g}"
         rate = short if float(short := f"{self.lr:.2e}") == self.lr else repr(self.lr)  # two rates, two names
         return f"{self.row}-{self.size}-lr{rate}{decay}-seed{self.seed}-steps{self.steps}-r{self.repeat}{where}"
@@ -52,10 +51,6 @@ class Spec:
     @staticmethod
     def row_of(name: str) -> str:
         return name.partition("-")[0]
-
-    @staticmethod
-    def is_repeat(name: str) -> bool:
-        return "-r0" not in name
 
     @staticmethod
     def changed(name: str) -> str:
@@ -102,36 +97,26 @@ def test_data(spec: Spec, samples: int, device: Any) -> list:
 
     config = spec.config()
     source = recall_source(config, tuple((*s[:2], samples) for s in config.data.valid_slices), "test")
-    return [x.to(device) for x in samples_of(source)]
+    return samples_of(source, device)
 
 
-def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> None:
+def train_together(specs: Sequence[Spec], options: Namespace) -> None:
     """Train the runs in lockstep, each on its own stream, and write what each found."""
-    from ccq.train.recall import RecallRun
-    from ccq.train.recall_result import result
+    from ccq.train.recall import RecallRun, result
     from ccq.train.world import pick_device
 
-    device = pick_device(options["device"], 0)
+    device = pick_device(options.device, 0)
     begin = time.perf_counter()
     row = specs[0].row
     say(f"{row}: {len(specs)} runs; on a GPU its kernels are compiled and tuned now")
     runs = []
     for spec in specs:
-        data = shared_data(of_data(spec), device)
-        run = RecallRun(spec.config(), device, data)
-        try:
-            run.start(capture=options["capture"])
-        except RuntimeError as error:
-            if run.stream is None or "captur" not in str(error).lower():
-                raise
-            say(f"{spec.name}: the step cannot be captured, so it runs launch by launch: {first_line(error)}")
-            run = RecallRun(spec.config(), device, data).start(capture=False)
-        runs.append(run)
+        run = RecallRun(spec.config(), device, shared_data(of_data(spec), device))
+        runs.append(run.start(capture=not options.no_capture))
     ready = said = time.perf_counter()
     say(f"{row}: {len(runs)} runs ready after {ready - begin:.0f} s")
 
     steps, every = specs[0].steps, runs[0].config.runtime.validate_every
-    looks: list[list[tuple[int, list[int]]]] = [[] for _ in runs]
     training = looking = 0.0  # seconds of all runs
 
     def passed(since: float) -> float:
@@ -145,10 +130,8 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
             training += passed(since)
             since = time.perf_counter()
             for run in runs:
-                run.look()
+                run.look(step)
             looking += passed(since)
-            for run, seen in zip(runs, looks, strict=True):
-                seen.append((step, run.valid_right.tolist()))
             since = time.perf_counter()
         if step < steps:
             for run in runs:
@@ -158,18 +141,18 @@ def train_together(specs: Sequence[Spec], out: Path, options: dict[str, Any]) ->
                 left = passed(since) * steps + looking * (steps // every)
             else:
                 left = (time.perf_counter() - ready) / (step + 1) * (steps - step - 1)
-            turns = -(-options["groups"] // max(1, options["workers"]))
-            all_of_them = f"; all {options['groups']} rows about {duration(left * turns)}" if turns > 1 else ""
+            turns = -(-options.groups // max(1, options.workers))
+            all_of_them = f"; all {options.groups} rows about {duration(left * turns)}" if turns > 1 else ""
             say(f"{row}: step {step + 1:,} of {steps:,}, about {duration(left)} to go{all_of_them * (step == 0)}")
             said = time.perf_counter()
     seconds, each = time.perf_counter() - ready, training / steps * 1e3
-    for spec, run, seen in zip(specs, runs, looks, strict=True):
+    for spec, run in zip(specs, runs, strict=True):
         with run.on_stream():
-            tests = test_data(dataclasses.replace(of_data(spec), seed=TEST_SEED), options["test_samples"], device)
-        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, seen, tests)}
+            tests = test_data(dataclasses.replace(of_data(spec), seed=TEST_SEED), options.test_samples, device)
+        found = {"name": spec.name, "row": spec.row, "size": spec.size, **result(run, tests)}
         found |= {"seconds": round(seconds, 2), "step_ms": round(each, 3), "side_by_side": len(runs)}
         found |= {"captured": run.captured} | ({} if spec.decay is None else {"decay": spec.decay})
-        write_atomically(out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
+        write_atomically(options.out / "runs" / f"{spec.name}.json", f"{json.dumps(found)}\n".encode())
         say(
             f"{spec.name}: valid {found['valid']['accuracy']:.4f}, test {found['test']['accuracy']:.4f}, "
             f"loss {found['curve']['loss'][-1]:.3f}, {each:.2f} ms a step of {len(runs)}, without validation"
@@ -180,10 +163,10 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def attempt(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> str | None:
+def attempt(specs: Sequence[Spec], options: Namespace) -> str | None:
     """Train them; what went wrong, if anything did."""
     try:
-        train_together(specs, out, options)
+        train_together(specs, options)
         gc.collect()  # graphs of finished runs hold memory
     except Exception as error:
         traceback.print_exc()
@@ -191,17 +174,17 @@ def attempt(specs: Sequence[Spec], out: Path, options: dict[str, Any]) -> str | 
     return None
 
 
-def work(connection: Any, out: Path, options: dict[str, Any]) -> None:
-    """A worker process: rows come through the connection until there are no more; after an error it leaves."""
+def work(connection: Any, options: Namespace) -> None:
+    """A worker process: rows come through the connection until it is closed; after an error the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
         wrong = None
-        while wrong is None and (specs := connection.recv()) is not None:
-            wrong = attempt(specs, out, options)
+        while wrong is None:
+            wrong = attempt(connection.recv(), options)
             connection.send(wrong)
 
 
-def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+def run_all(groups: list[list[Spec]], options: Namespace, deadline: float) -> list[dict[str, Any]]:
     """Every group by some worker; returns the runs that failed. Stops at `deadline` (time.monotonic)."""
     failed: list[dict[str, Any]] = []
 
@@ -212,57 +195,46 @@ def run_all(groups: list[list[Spec]], out: Path, options: dict[str, Any], deadli
                            "repeat": spec.repeat, "error": error})  # fmt: skip
 
     todo = list(groups)
-    if options["workers"] == 0:
+    if options.workers == 0:
         while todo and time.monotonic() < deadline:
             specs = todo.pop(0)
-            if wrong := attempt(specs, out, options):
+            if wrong := attempt(specs, options):
                 fail(specs, wrong)
         return failed
 
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    workers: list[Any] = []
-    busy: dict[Any, tuple[Any, list[Spec]]] = {}
-
-    def hire() -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, out, options), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append(process)
-        give(ours, process)
-
-    def give(connection: Any, process: Any) -> None:
-        busy.pop(connection, None)
-        connection.send(todo[0] if todo else None)
-        if todo:
-            busy[connection] = (process, todo.pop(0))
-
+    processes: dict[Any, Any] = {}  # by connection
+    idle: list[Any] = []  # connections
+    busy: dict[Any, list[Spec]] = {}  # by connection: what is trained there
     try:
-        for _ in range(min(options["workers"], len(todo))):
-            hire()
-        while busy:
-            left = deadline - time.monotonic()
-            ready: list[Any] = wait(list(busy), timeout=max(0.0, min(left, 5.0)))
-            if left <= 0:
-                say("the time is up")
-                break
+        while (todo or busy) and (left := deadline - time.monotonic()) > 0:
+            while todo and len(busy) < options.workers:
+                if not idle:
+                    ours, theirs = context.Pipe()
+                    processes[ours] = context.Process(target=work, args=(theirs, options), daemon=True)
+                    processes[ours].start()
+                    theirs.close()
+                    idle.append(ours)
+                connection = idle.pop()
+                busy[connection] = todo.pop(0)
+                connection.send(busy[connection])
+            ready: list[Any] = wait(list(busy), timeout=min(left, 5.0))
             for connection in ready:
-                process, given = busy[connection]
+                specs = busy.pop(connection)
                 try:
                     wrong = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    process.join(10)
-                    wrong = f"its process died (exit code {process.exitcode})"
+                    processes[connection].join(10)
+                    wrong = f"its process died (exit code {processes[connection].exitcode})"
                 if wrong is None:
-                    give(connection, process)
-                    continue
-                fail(given, wrong)
-                del busy[connection]
-                if todo:
-                    hire()
+                    idle.append(connection)
+                else:
+                    fail(specs, wrong)
+        if todo or busy:
+            say("the time is up")
     finally:
-        for process in workers:
+        for process in processes.values():
             process.terminate()
-        for process in workers:
+        for process in processes.values():
             process.join(10)
     return failed

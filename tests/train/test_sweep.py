@@ -19,8 +19,7 @@ from ccq.train.config import model_config
 from ccq.train.data import train_source, valid_source
 from ccq.train.loop import Trainer
 from ccq.train.monitor import validate
-from ccq.train.recall import RecallData, RecallRun
-from ccq.train.recall_result import state_bytes
+from ccq.train.recall import RecallData, RecallRun, state_bytes
 from ccq.train.world import World
 
 CPU = World(0, 1, torch.device("cpu"))

@@ -19,6 +19,7 @@ from ccq.data.batches import IGNORE, Steps
 from ccq.data.shards import TokenShards
 from ccq.data.windows import TokenWindows
 from ccq.train import RunError, loop, parallelize
+from ccq.train import trainer as trainer_module
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.data import train_source
 from ccq.train.loop import Trainer, train
@@ -125,7 +126,7 @@ def test_masters_take_what_the_copies_cannot(world, monkeypatch):
     """fp64 masters and fp32 copies, as fp32 and bf16 on a GPU: the masters get the gradients of all micro-batches."""
     ref = Trainer(small("ccq-gated-deltanet"), world)
     keep = parallelize.keep_masters
-    monkeypatch.setattr(loop, "parallelize", lambda model, *_: keep(model, torch.float32))
+    monkeypatch.setattr(trainer_module, "parallelize", lambda model, *_: keep(model, torch.float32))
     trainer = Trainer(small("ccq-gated-deltanet"), world)
     prepared = trainer.prepared
     assert len(prepared.copies) == len(prepared.masters)
@@ -163,7 +164,7 @@ def test_captured_steps_equal_launched_ones(system, tmp_path):
             trainer.prepared.refresh()
             assert all(torch.equal(x, masters[name]) for name, x in trainer.prepared.masters.items())
             assert trainer.step(next(batches)).ok
-            assert len(trainer.on_device.graphs) == (capture and (1 if system == "gla" else 2))
+            assert len(trainer.graphs) == (capture and (1 if system == "gla" else 2))
         found[capture] = rows, masters
     assert found[True][0] == found[False][0]
     assert rows[-1][0] < rows[0][0] - 0.1
@@ -188,7 +189,7 @@ def test_bf16_on_one_gpu_trains_fp32_masters():
 
 def poison(monkeypatch, steps, what):
     """Make the loss, or one gradient, not finite at these steps."""
-    compute = loop.call
+    compute = trainer_module.call
     count = {"calls": 0}
 
     def call(model, batch, device):
@@ -203,7 +204,7 @@ def poison(monkeypatch, steps, what):
         handle = weight.register_hook(lambda g: handle.remove() or g * math.inf)
         return out
 
-    monkeypatch.setattr(loop, "call", call)
+    monkeypatch.setattr(trainer_module, "call", call)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])

@@ -18,6 +18,7 @@ from train_helpers import contents, free_port, log_of, names, small, start
 
 from ccq.data.batches import IGNORE, Steps
 from ccq.train import RunError, loop
+from ccq.train import trainer as trainer_module
 from ccq.train.data import train_source
 from ccq.train.export import export
 from ccq.train.init import fill
@@ -53,7 +54,7 @@ def twenty_steps(config, world, accumulate=1, steps=STEPS, change=None):
     if change is not None:
         change(trainer)
     first = {}
-    norms = loop.squared_norms
+    norms = trainer_module.squared_norms
 
     def note(gradients):
         if not first:
@@ -61,7 +62,7 @@ def twenty_steps(config, world, accumulate=1, steps=STEPS, change=None):
                 first[name] = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad.clone()
         return norms(gradients)
 
-    loop.squared_norms = note
+    trainer_module.squared_norms = note
     try:
         batches = iter(Steps(Uneven(train_source(config)), world.rank, world.size, accumulate))
         rows = []
@@ -71,7 +72,7 @@ def twenty_steps(config, world, accumulate=1, steps=STEPS, change=None):
             done = trainer.step(here)
             rows.append((done.loss, done.norm, scored))
     finally:
-        loop.squared_norms = norms
+        trainer_module.squared_norms = norms
     return {"rows": rows, "gradients": first}
 
 

@@ -141,18 +141,18 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def work_that_errs(connection, out, options):
+def work_that_errs(connection, options):
     """A worker of a sweep in which one row raises and another one's process dies."""
     from ccq.train import sweep_runs as sweep
 
     real = sweep.train_together
 
-    def train_together(specs, out, options):
+    def train_together(specs, options):
         if specs[0].row == "gla":
             raise RuntimeError("the kernel errs")
         if specs[0].row == "gla_unit":
             os._exit(3)
-        real(specs, out, options)
+        real(specs, options)
 
     sweep.train_together = train_together
-    sweep.work(connection, out, options)
+    sweep.work(connection, options)
