@@ -30,7 +30,6 @@ from ccq.data.shards import (
     FORMAT,
     INDEX,
     VERSION,
-    ShardError,
     ShardWriter,
     check_shard,
     read_index,
@@ -38,7 +37,7 @@ from ccq.data.shards import (
 )
 from ccq.data.sources import PIECE, Inputs, Piece, Position
 from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
-from ccq.files import locked, write_json
+from ccq.files import check_free, locked, write_json
 
 Marked = tuple[Piece, Mixed | None]  # a piece, and how far the mixing went after it
 
@@ -109,9 +108,8 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
             index = continued(index, out)
             if index["complete"]:
                 return index
-        elif any(out.glob("shard-*.bin")):
-            raise ShardError(f"{out} holds shards and no {INDEX}: choose another folder, or empty it")
         else:
+            check_free(out, None, ours=(out / INDEX).exists(), older="one that this command began")
             write_json(out / INDEX, index)
         tokenizer.save_pretrained(out / "tokenizer")
         with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:

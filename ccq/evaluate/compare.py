@@ -26,7 +26,7 @@ from ccq.evaluate.statistics import (
     value,
     values,
 )
-from ccq.files import read_json, stored, write_json
+from ccq.files import read_json, replaceable, stored, write_json
 
 HOW = ("sizing", "keys", "seed", "max_new_tokens", "vocabulary", "tokens")  # settings that decide what a score means
 
@@ -226,6 +226,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
         parser.error("RUN: two folders or more are compared, got one")
+    if arguments.out:
+        replaceable(arguments.out, runs=[str(run) for run in arguments.runs])
     result = compare(arguments.runs, arguments.suite)
     print(shown(result))
     if arguments.out:

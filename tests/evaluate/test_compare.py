@@ -248,6 +248,17 @@ def test_with_two_tokenizers_settings_tell_what_was_asked_the_same(tmp_path):
     ]
 
 
+def test_a_table_replaces_an_older_one_of_the_same_runs_and_nothing_else(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, {"a": rows_of([1, 0] * 5, "a")}) for name in ("one", "two", "three")]
+    result, table = runs[0] / "niah.json", tmp_path / "table.json"
+    before = result.read_bytes()
+    for out, others, code in ((table, runs[:2], 0), (table, runs[:2], 0), (table, runs, 1), (result, runs, 1)):
+        assert cli.main(["compare", *map(str, others), "--out", str(out)]) == code
+        assert code == 0 or f"{out} holds something else, which stays" in capsys.readouterr().err
+    assert result.read_bytes() == before
+    assert len(json.loads(table.read_text())["runs"]) == 2
+
+
 def test_lower_is_better_for_perplexity(tmp_path):
     runs = []
     for name, loss in (("one", 3.0), ("two", 2.9)):

@@ -126,6 +126,30 @@ def test_a_finished_result_gives_way_only_to_one_that_asks_more(llama, tokenizer
     assert other["settings"]["lengths"] == [64, 96]
 
 
+def test_a_finished_result_stays_also_where_its_answers_are_gone_or_are_scored_again(llama, tokenizer, data, tmp_path):
+    options = length_options(tmp_path, data)
+    evaluate(llama, tokenizer, "length", options)
+    before = (tmp_path / "length.json").read_bytes()
+    evaluate(None, tokenizer, "length", length_options(tmp_path, data, limit=1, stage="requests"))
+    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(corpora, limit\)"):
+        evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="metrics"))
+    (tmp_path / "responses" / "length.jsonl").unlink()  # as results are handed on
+    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(corpora, limit\)"):
+        evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=1))
+    (tmp_path / "responses" / "length.jsonl").unlink()
+    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(another model\)"):
+        evaluate(make_model("gpt2"), tokenizer, "length", options)
+    assert (tmp_path / "length.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_of_something_else_stays(llama, tokenizer, data, tmp_path, again):
+    (tmp_path / "length.json").write_text('{"kind": "lengths of rope"}')
+    with pytest.raises(EvaluationError, match=r"length.json is no result of `ccq eval`"):
+        evaluate(llama, tokenizer, "length", length_options(tmp_path, data, again=again))
+    assert (tmp_path / "length.json").read_text() == '{"kind": "lengths of rope"}'
+
+
 def test_what_is_finished_stays_if_running_it_again_fails(llama, tokenizer, data, tmp_path):
     evaluate(llama, tokenizer, "length", length_options(tmp_path / "out", data))
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
