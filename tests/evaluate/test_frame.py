@@ -4,14 +4,17 @@ import json
 import shutil
 import types
 
+import numpy as np
 import pytest
 import torch
 from toys import make_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import ccq.evaluate as frame
 from ccq import cli
-from ccq.evaluate import EvaluationError, Options, evaluate
+from ccq.evaluate import EvaluationError, Options, check_positions, check_vocabulary, evaluate
 from ccq.evaluate.engine import Engine
+from ccq.evaluate.requests import Builder
 from ccq.evaluate.results import Responses, model_hash, progress, tokenizer_hash
 from ccq.files import finite
 
@@ -183,6 +186,21 @@ def test_answers_of_another_model_are_refused(llama, tokenizer, data, tmp_path):
     with pytest.raises(EvaluationError, match="another run: model_hash was"):
         evaluate(make_model("gpt2"), tokenizer, "length", length_options(tmp_path, data))
     assert (tmp_path / "length.json").read_text() == before
+
+
+def test_a_model_is_asked_all_that_it_can_take_and_no_more():
+    """Of 11 tokens 10 are read and the last is only predicted; token 10 takes 11 embeddings."""
+    builder = Builder()
+    builder.add("a", "score", np.arange(11))
+    asked = builder.done("length", {})
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=10, vocab_size=11))
+    check_positions(model, asked)
+    check_vocabulary(model, asked)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=9, vocab_size=10))
+    with pytest.raises(EvaluationError, match="10 tokens, and GPT2LMHeadModel has learned positions for 9"):
+        check_positions(model, asked)
+    with pytest.raises(EvaluationError, match="token 10 is asked of a model with 10 embeddings"):
+        check_vocabulary(model, asked)
 
 
 def test_hashes_follow_what_they_are_of(llama, tokenizer):
