@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
 
@@ -27,6 +27,7 @@ MODEL_FILES = (
     "modeling_ccq.py",
     *TOKENIZER_FILES,
 )
+ADAPTER_FILES = ("adapter_*", "ccq_adapter.*")  # of PEFT and of ccq.save_adapter: with one, a folder is another model
 
 
 # -- written whole -----------------------------------------------------------------------------------------------------
@@ -75,20 +76,34 @@ def finite(thing: Any) -> Any:
     return None if isinstance(thing, float) and not math.isfinite(thing) else thing
 
 
-def check_free(folder: Path, force: bool, ours: bool = False, older: str = "") -> None:
+def check_free(folder: Path, force: bool | None, ours: bool = False, older: str = "") -> None:
     """FileExistsError unless a command may write into the folder: none is there, it is empty, what lies there is `ours`
-    (`older` says what that would be), or the user says `force`. The folder of a run never is free."""
+    (`older` says what that would be), or the user says `force` (None: cannot). The folder of a run never is free."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: expected a folder to write, or none")
-    inside = sorted(path.name for path in folder.iterdir() if path.name != "lock") if folder.exists() else []
+    inside = (
+        sorted(path.name for path in folder.iterdir() if path.name not in ("lock", ".lock")) if folder.exists() else []
+    )
     if "config.json" in inside and {"checkpoints", "data.json", "log.jsonl"} & set(inside):
         raise FileExistsError(f"{folder} is a run of `ccq train`, which stays as it is: take another folder")
     if inside and not ours and not force:
         found = ", ".join(inside[:4]) + (f" and {len(inside) - 4} more" if len(inside) > 4 else "")
         raise FileExistsError(
             f"{folder} is not empty, it holds {found}: expected a new folder, an empty one{older and f' or {older}'}. "
-            "Take another, or write there with --force"
+            f"Take another{'' if force is None else ', or write there with --force'}"
         )
+
+
+def replaceable(path: Path, **like: Any) -> Path:
+    """The path; FileExistsError unless nothing is there, or JSON with these values: an older result of the same."""
+    with suppress(FileNotFoundError):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or any(found.get(name) != value for name, value in like.items()):
+            raise FileExistsError(f"{path} holds something else, which stays: take another --out, or remove it")
+    return path
 
 
 @contextmanager

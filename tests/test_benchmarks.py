@@ -57,7 +57,11 @@ def test_results_lie_beside_the_user_under_the_name_of_the_gpu(kind, gpu, file, 
     assert written["rows"] == [1]
     assert {"command", "date", "versions"} <= written.keys()
     results.write(parser.parse_args(["--out", "mine.json"]), {"rows": []})
-    assert (tmp_path / "mine.json").exists()
+    results.write(parser.parse_args(["--out", "mine.json"]), {"rows": [2]})
+    assert json.loads((tmp_path / "mine.json").read_text())["rows"] == [2]
+    (tmp_path / "mine.json").write_text('{"rows": [3]}')
+    with pytest.raises(FileExistsError, match=r"mine.json holds something else"):  # before anything is measured
+        parser.parse_args(["--out", "mine.json"])
 
 
 def test_what_the_docs_say_of_training_on_is_what_was_measured():

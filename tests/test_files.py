@@ -29,6 +29,21 @@ def test_what_was_being_written_has_not_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "free"),
+    [(None, True), ('{"a": 1, "b": 2}', True), ('{"a": 2}', False), ("{}", False), ("[1]", False), ("poem", False)],
+)
+def test_only_an_older_result_of_the_same_is_replaced(tmp_path, content, free):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    if free:
+        assert files.replaceable(path, a=1) == path
+    else:
+        with pytest.raises(FileExistsError, match=r"x.json holds something else, which stays"):
+            files.replaceable(path, a=1)
+
+
+@pytest.mark.parametrize(
     ("content", "said"), [(None, "is missing: expected a poem"), (b'{"a"', r"is damaged \(.*\): expected a poem")]
 )
 def test_json_that_is_missing_or_damaged_is_named(tmp_path, content, said):

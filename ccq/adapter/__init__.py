@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ccq.adapter.layers import PACKED, AttachError, Cleaned, Family, family_of
-from ccq.files import read_json, whole_folder, write_json
+from ccq.files import check_free, read_json, whole_folder, write_json
 
 __all__ = ["AttachError", "attach", "detach", "load_adapter", "save_adapter"]
 
@@ -230,6 +230,9 @@ def save_adapter(model: Any, folder: str | Path) -> None:
         for index, layer in found.items()
         for name, x in layer.cleaner.state_dict().items()
     }
+    older = Path(folder, CONFIG).exists() and read_adapter(Path(folder))
+    ours = older and (older["base_model"], older["model_type"]) == (told["base_model"], told["model_type"])
+    check_free(Path(folder), None, ours=bool(ours), older="one with an older adapter of this model")
     with whole_folder(Path(folder), CONFIG) as writing:
         save_file(tensors, writing / WEIGHTS)
         write_json(writing / CONFIG, told)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ccq import tables as screen
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
+from ccq.analysis.command import describe, finish, load, make_parser, name_of, path_of, progress
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
@@ -269,6 +269,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.untrained:
         result["identity"] = asdict(Identity(**result["identity"]).varied("untrained"))
         name = result["model"]["name"] = arguments.name or f"{name}, untrained"
+    path_of(result, arguments.out)
     result |= measure(model, tokenizer, prompts, arguments.bos, progress)
     result["settings"] = {
         "variants": arguments.variants,

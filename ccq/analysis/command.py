@@ -12,7 +12,7 @@ from typing import Any
 from ccq.analysis.errors import AnalysisError
 from ccq.doctor import best_device
 from ccq.evaluate.results import identity_of
-from ccq.files import write_atomically
+from ccq.files import replaceable, write_atomically
 from ccq.names import slug
 from ccq.pretrained import DTYPES, NoTokenizerError, load_model, load_tokenizer
 from ccq.provenance import provenance
@@ -47,17 +47,22 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return load_model(arguments.model, arguments.device, dtype), tokenizer
 
 
+def path_of(result: dict, out: Path) -> Path:
+    """Where a result goes; FileExistsError where that of another model of this name lies: better before it is made."""
+    return replaceable(out / f"{result['kind']}_{slug(result['model']['name'])}.json", identity=result["identity"])
+
+
 def finish(result: dict, out: Path, figures_in: Path | None = None) -> None:
     """Write the result of a kind and its figures, and say where they are."""
-    stem = f"{result['kind']}_{slug(result['model']['name'])}"
-    write(out / f"{stem}.json", result)
+    path = path_of(result, out)
+    write(path, result)
     try:
         from ccq import figures
     except ModuleNotFoundError as missing:  # a bare machine: the numbers are what it was asked for
         print(f"{missing.name} is not installed: no figure is drawn")
         return
     for figure in figures.of_analysis(result):
-        name = f"{stem}_{figure.name}" if figure.name else stem
+        name = f"{path.stem}_{figure.name}" if figure.name else path.stem
         print(f"Wrote {figures.save(figure, (figures_in or out) / f'{name}.png')}")
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of
+from ccq.analysis.command import describe, finish, load, make_parser, name_of, path_of
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
@@ -190,6 +190,7 @@ def main(argv: Sequence[str]) -> int:
         text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
         model, tokenizer = load(arguments)
         result |= describe(model, name)
+        path_of(result, arguments.out)
         result |= measure(model, tokenizer, prompts, text, arguments.bos)
         result["settings"] = {
             "variants": arguments.variants,

@@ -8,12 +8,12 @@ scale X    lam = X lam, at most 1: more or less of the same choice
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
     from ccq.evaluate import evaluate
     from ccq.evaluate.command import load, make_parser, parse
     from ccq.evaluate.errors import EvaluationError
+    from ccq.files import replaceable
 
     parser = make_parser()
     parser.prog = "ccq analyze intervene"
@@ -120,14 +121,17 @@ def main(argv: Sequence[str]) -> int:
     if arguments.each_layer:
         asked += [replace(change, layers=(layer,)) for change in asked for layer in range(count)]
     name = Path(arguments.model).name
-    rows, failed = [], False
+    told = {"kind": "intervene", **describe(model, name), "cleaning_layers": count}
+    path = replaceable(arguments.out / "intervene.json", identity=told["identity"])
+    before = json.loads(path.read_text())["rows"] if path.exists() and not arguments.again else []
+    rows, failed = {row["intervention"]: row for row in before}, False  # calls before asked the same of each suite
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights are the same, and so would be the names of its files
         options = options.but(out=arguments.out / change.name)
         drawn = arguments.out / Intervention().name / "samples"
         if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
             shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
-        row: dict[str, Any] = {"intervention": change.name, "suites": {}}
+        row = rows.setdefault(change.name, {"intervention": change.name, "suites": {}})
         for suite in suites:
             try:
                 with intervene(model, change):
@@ -138,10 +142,8 @@ def main(argv: Sequence[str]) -> int:
                 continue
             assert found is not None, "there is a result where no stage was asked for"
             row["suites"][suite.name] = {key: score["value"] for key, score in found["scores"].items()}
-        rows.append(row)
-    result = {"kind": "intervene", **describe(model, name), "cleaning_layers": count, "rows": rows}
-    write(arguments.out / "intervene.json", result)
-    show(rows)
+    write(path, {**told, "rows": list(rows.values())})
+    show(list(rows.values()))
     return int(failed)
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
+from ccq.analysis.command import describe, finish, load, make_parser, name_of, path_of, progress
 from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
@@ -144,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
     model, tokenizer = load(arguments)
     name = arguments.name or name_of(arguments.model)
     result = {"kind": "margin", **describe(model, name), "lam": arguments.lam}
+    path_of(result, arguments.out)
     result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
     finish(result, arguments.out)
     for step, prefix in (("the paper's", ""), ("the projected", "projected_")):

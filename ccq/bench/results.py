@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ccq.files import write_json
+from ccq.files import replaceable, write_json
 from ccq.names import slug
 from ccq.provenance import provenance
 
@@ -22,7 +22,8 @@ def make_parser(kind: str, about: str | None, **options) -> argparse.ArgumentPar
     """With --out, and for each of `options` --NAME: its default, or that and what --help says."""
     parser = argparse.ArgumentParser(prog=f"ccq bench {kind}", description=(about or "").splitlines()[0])
     parser.set_defaults(kind=kind)
-    parser.add_argument("--out", type=Path, help=f"file to write (default: {OWN}/{kind.replace('-', '_')}_GPU.json)")
+    out = lambda text: replaceable(Path(text), bench=kind)  # noqa: E731 -- before anything is measured
+    parser.add_argument("--out", type=out, help=f"file to write (default: {OWN}/{kind.replace('-', '_')}_GPU.json)")
     for name, option in options.items():
         default, told = option if isinstance(option, tuple) else (option, None)
         kind_of: dict = (
@@ -41,5 +42,5 @@ def write(args: argparse.Namespace, content: dict) -> None:
     """To `--out`, or to a file that is named after the benchmark and the GPU."""
     gpu = slug(torch.cuda.get_device_name().removeprefix("NVIDIA "))
     path = args.out or OWN / f"{slug(args.kind)}_{gpu}.json"
-    write_json(path, {**provenance(), **content})
+    write_json(path, {**provenance(), "bench": args.kind, **content})
     print(f"Wrote {path}")

@@ -26,10 +26,10 @@ import numpy as np
 import ccq
 from ccq.data import DataError, encoder
 from ccq.data.needles import Mixed, Needles
-from ccq.data.shards import FORMAT, INDEX, VERSION, ShardError, ShardWriter, check_shard, read_index, token_dtype
+from ccq.data.shards import FORMAT, INDEX, VERSION, ShardWriter, check_shard, read_index, token_dtype
 from ccq.data.sources import PIECE, Inputs, Piece, Position
 from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
-from ccq.files import locked, write_json
+from ccq.files import check_free, locked, write_json
 
 Marked = tuple[Piece, Mixed | None]  # a piece, and how far the mixing went after it
 
@@ -92,9 +92,8 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
             index = before
             if index["complete"]:
                 return index
-        elif written:
-            raise ShardError(f"{out} holds shards and no {INDEX}: choose another folder, or empty it")
-        else:  # a call that failed at once left an index at most, which is not gone on with
+        else:
+            check_free(out, None, ours=(out / INDEX).exists(), older="one that this command began")
             write_json(out / INDEX, index)
         tokenizer.save_pretrained(out / "tokenizer")
         with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:

@@ -64,10 +64,14 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     asked = asked or RequestSet.load(requests)
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
         raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
+    done = read_result(out, suite)
+    if options.again:
+        done = None
     if options.stage == "metrics":
         if not answers_path.exists():
             raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
         responses = Responses(answers_path, {})
+        check_replaced(done, asked, responses, out)
     else:
         check_vocabulary(model, asked)
         check_positions(model, asked)
@@ -79,7 +83,6 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             "dtype": str(model.dtype).removeprefix("torch."),
             "lam": lam_changed(model),
         }
-        done = read_result(out, suite)
         if (
             done
             and done["finished"]
@@ -141,9 +144,9 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
 def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
     """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
     left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
-    if done and done["finished"] and left:
+    if done and done["finished"] and (left or not responses.answers):  # without answers nobody knows what it asked
         now = {name: asked.settings.get(name) for name in done["settings"] if name != "max_length"}
-        differ = [name for name, new in now.items() if new != done["settings"][name]]
+        differ = [name for name, new in now.items() if new != done["settings"][name]] or ["another model"]
         raise EvaluationError(
             f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
             "take another --out, or --again to replace it"

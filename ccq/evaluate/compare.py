@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ from ccq.evaluate.statistics import (
     value,
     values,
 )
-from ccq.files import read_json, stored, write_json
+from ccq.files import read_json, replaceable, stored, write_json
+
+HOW = ("sizing", "keys", "seed", "max_new_tokens", "vocabulary", "tokens")  # settings that decide what a score means
 
 
 def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
@@ -63,8 +66,10 @@ class Part:
 
 
 def part(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: int) -> Part | None:
-    """Units (documents, or samples) are drawn with replacement, the same ones for both; None without common samples."""
-    common = {row["id"] for row in first} & {row["id"] for row in second}
+    """Units (documents, or samples) are drawn with replacement, the same ones for both; None without common samples:
+    those of one name that were asked the same."""
+    asked = [{(row["id"], row.get("prompt_hash")) for row in rows} for rows in (first, second)]
+    common = {name for name, _ in asked[0] & asked[1]}
     one, two = (by_unit([row for row in rows if row["id"] in common]) for rows in (first, second))
     names = sorted(one)
     if not names:
@@ -145,7 +150,13 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
     for suite in shared:
         results = [run[suite][0] for run in read_runs]
         if len({result["samples"]["hash"] for result in results}) > 1:
-            notes.append(f"{suite}: the runs were not asked the same; samples are paired by name")
+            tokenizers = len({str(result.get("tokenizer")) for result in results})
+            how = "what both were asked is" if tokenizers == 1 else "by names, as tokenizers differ, samples are"
+            notes.append(f"{suite}: the runs were not asked the same; {how} compared")
+            for run in read_runs if tokenizers > 1 else ():  # prompts are hashed as tokens: settings tell instead
+                told = {name: run[suite][0].get("settings", {}).get(name) for name in HOW}
+                for row in itertools.chain(*run[suite][1].values()):
+                    row["prompt_hash"] = str(told)
         if any(result["quick_look"] for result in results):
             notes.append(f"{suite}: a quick look (--limit), not the whole suite")
         table[suite] = {}
@@ -215,6 +226,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
         parser.error("RUN: two folders or more are compared, got one")
+    if arguments.out:
+        replaceable(arguments.out, runs=[str(run) for run in arguments.runs])
     result = compare(arguments.runs, arguments.suite)
     print(shown(result))
     if arguments.out:

@@ -101,10 +101,14 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
 
 def read_result(out: Path, suite: str) -> dict | None:
     """OUT/SUITE.json where it is whole."""
+    path = out / f"{suite}.json"
     try:
-        return json.loads((out / f"{suite}.json").read_text())
+        found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
+    if not isinstance(found, dict) or found.get("suite") != suite:
+        raise EvaluationError(f"{path} is no result of `ccq eval`: take another --out")
+    return found
 
 
 class Responses:

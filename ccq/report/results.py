@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ccq.evaluate.compare import HOW
 from ccq.evaluate.statistics import error_of_mean, student
 from ccq.names import grouped
 from ccq.report.collect import Collection, Source
@@ -185,9 +186,6 @@ def comparable(records: list[Record]) -> list[Record]:
                                 slices=tuple(x for part in parts for x in part.slices),
                                 notes=(*record.notes, note)))  # fmt: skip
     return made
-
-
-HOW = ("sizing", "keys", "seed", "max_new_tokens", "vocabulary", "tokens")  # settings that decide what a score means
 
 
 def asked_how(source: Source) -> dict[str, Any]:

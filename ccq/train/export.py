@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ccq.files import MODEL_FILES, check_free, whole_folder, write_json
+from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder, write_json
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import load, reason, steps_in
@@ -64,19 +64,20 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
     It may hold an older export of the run, or with `force` anything but a run; no file of the old model stays.
     """
     mark = folder.mark(run)
-    check_free(out, force, ours=run_of(out) == mark, older="one with an older export of this run")
+    ours = run_of(out) == mark
+    check_free(out, force, ours, older="one with an older export of this run")
     model, tokenizer, step = as_exported(run, step)
     if dtype is not None:
         model = model.to(DTYPES[dtype])
     model.config.dtype = next(p.dtype for p in model.parameters())
     try:
-        adapters = ("adapter_*",) if force else ()  # of this run's model they still are
+        adapters = () if ours else ADAPTER_FILES  # of this run's model they still are
         with whole_folder(out, last="config.json", instead_of=(*MODEL_FILES, *adapters)) as partial:
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             model.save_pretrained(partial)
             write_json(partial / ORIGIN, {"run": mark, "step": step})
-            if not (out / CARD).exists():  # one that somebody has written stays
+            if not ours or not (out / CARD).exists():  # one that somebody has written of this model stays
                 shutil.copyfile(Path(__file__).with_name("card.md"), partial / CARD)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} could not be written: {reason(error)}") from error

@@ -65,6 +65,8 @@ def claim(folder: Path, config: Config, done: int = 0) -> None:
             different.append(f"steps: the run is at step {done}, asked for {config.steps}")
         if different:
             raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
+    elif held := [name for name in (LOG, CHECKPOINTS, PROVENANCE) if (folder / name).exists()]:  # it would replace them
+        raise RunError(f"{folder} holds {', '.join(held)} and no {CONFIG}: take another --run-dir")
     text: dict[str, int] = {}  # for who reads the results: how much of it is there, and of needle documents
     needles = None
     if config.data.path is not None:

@@ -291,6 +291,10 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path):
     ccq.save_adapter(ccq.attach(make("qwen3_next")), tmp_path)
     with pytest.raises(ccq.shipped.ModelError, match="does not say which model"):
         ccq.load(str(tmp_path))
+    for other in (folder / "base", folder / "adapter", tmp_path):  # saved over its own model, none could be loaded
+        with pytest.raises(FileExistsError, match=r"one with an older adapter of this model. Take another$"):
+            ccq.save_adapter(ccq.attach(make("mamba2")), other)
+    ccq.save_adapter(model, folder / "adapter")
     config = json.loads((folder / "whole" / "config.json").read_text())
     stripped = tmp_path / "stripped"  # what a tool that drops unknown weights makes of it
     make("qwen3_next", vocab_size=8192).save_pretrained(stripped)

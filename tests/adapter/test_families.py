@@ -175,7 +175,8 @@ def test_a_layer_keeps_packed_sequences_apart(family):
     layer = next(iter(attached(opened(ccq.attach(make(family)))).values()))
     x = torch.randn(1, 41, 32, generator=torch.Generator().manual_seed(0))
     separate = torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1)
-    for told in ({"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS}, {"seq_idx": NUMBERS}):
+    empty = torch.cat([BORDERS[:2], BORDERS[1:]])  # one of the sequences has no token
+    for told in ({"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS}, {"seq_idx": NUMBERS}, {"cu_seqlens": empty}):
         assert torch.equal(layer(x, **told), separate)
     assert not torch.allclose(layer(x), separate, atol=1e-5)
 

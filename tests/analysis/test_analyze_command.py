@@ -66,6 +66,20 @@ def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
     assert "lam" not in strict(out / "gate_run.json")
 
 
+@pytest.mark.parametrize("kind", ["alignment", "gate", "margin"])
+def test_a_result_replaces_an_older_one_of_its_model_and_nothing_else(kind, folder, tmp_path, capsys, monkeypatch):
+    """Exports of many runs are called `model`; that of another is refused before any prompt is read."""
+    arguments = ["--variants", "3", "--sentences", "6", "--name", "model", "--out", str(tmp_path / "out")]
+    assert cli.main(["analyze", kind, str(folder()), *arguments]) == 0
+    before = (tmp_path / "out" / f"{kind}_model.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"ccq.analysis.{kind}{'s' if kind == 'gate' else ''}.measure", lambda *_: pytest.fail("begun"))
+        assert cli.main(["analyze", kind, str(folder("ccq-gated-deltanet")), *arguments]) == 1
+    assert f"{kind}_model.json holds something else, which stays" in capsys.readouterr().err
+    assert (tmp_path / "out" / f"{kind}_model.json").read_bytes() == before
+    assert cli.main(["analyze", kind, str(tmp_path / "ccq-gla"), *arguments]) == 0
+
+
 @pytest.mark.parametrize(("kind", "numbers"), [("alignment", "points"), ("gate", "lam"), ("margin", "cells")])
 def test_without_matplotlib_there_are_numbers(kind, numbers, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ccq.figures", None)

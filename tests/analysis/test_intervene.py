@@ -142,6 +142,22 @@ def test_a_suite_is_evaluated_under_each_intervention(tmp_path, capsys):
     assert "scale-0.5-layers-1" in shown
 
 
+def test_a_result_keeps_what_calls_before_found_and_that_of_another_model_stays(tmp_path, capsys):
+    arguments = ["--suite", "mqar", "--lengths", "64", "--limit", "6", "--out", str(tmp_path / "out")]
+    for name, system in (("one", "ccq-gla"), ("two", "ccq-gated-deltanet")):
+        CCQForCausalLM(CCQConfig.preset(f"{system}-tiny", vocab_size=8192)).save_pretrained(tmp_path / name)
+    assert main([str(tmp_path / "one"), *arguments, "--off"]) == 0
+    first = json.loads((tmp_path / "out" / "intervene.json").read_text())["rows"]
+    with pytest.raises(FileExistsError, match=r"intervene.json holds something else"):
+        main([str(tmp_path / "two"), *arguments, "--off"])
+    assert main([str(tmp_path / "one"), *arguments, "--fixed", "1"]) == 0
+    assert main([str(tmp_path / "one"), *arguments, "--off", "--limit", "3"]) == 1  # refused: fewer were asked
+    rows = json.loads((tmp_path / "out" / "intervene.json").read_text())["rows"]
+    assert rows[:2] == first
+    assert [row["intervention"] for row in rows] == ["none", "off", "fixed-1"]
+    assert all(row["suites"]["mqar"] for row in rows)
+
+
 def test_answers_of_a_changed_model_are_not_taken_for_its_own(tmp_path):
     """Its weights are the same: what was finished, or half asked, without the change is neither returned nor mixed."""
     model = make(vocab_size=8192)

@@ -196,6 +196,13 @@ def test_a_batch_is_one_slice_and_samples_are_seen_equally_often(shuffle):
     assert len(set(orders)) == 1 if not shuffle else len(set(orders)) > epochs // 2
 
 
+def test_batches_of_an_epoch_are_rounded_and_slices_of_one_length_drawn_apart():
+    data = MQAR(8, [(64, 4, 13), (64, 8, 11)], vocab_size=8192)
+    assert data.batches == [2, 1]
+    one, two = (data.of(number, np.arange(11)).input_ids[:, 0] for number in (0, 1))
+    assert (one != two).all()
+
+
 def test_ranks_share_the_global_batch_and_seeds_and_splits_differ():
     data = MQAR(8, SLICES, vocab_size=64, seed=3)
     for step in range(5):

@@ -270,8 +270,20 @@ def test_resuming_refuses_a_damaged_shard_by_name(what, tmp_path):
         prepare.prepare(what, tmp_path, workers=0)
     assert [p for p in shards.problems(tmp_path, index) if "shard-00001.bin is damaged" in p]
     (tmp_path / INDEX).unlink()
-    with pytest.raises(ShardError, match=r"holds shards and no index.json"):
+    with pytest.raises(FileExistsError, match=r"is not empty, it holds shard-00000.bin, .* this command began"):
         prepare.prepare(what, tmp_path, workers=0)
+
+
+def test_a_folder_of_something_else_stays_as_it_is(what, tmp_path):
+    """Such as a run, whose tokenizer it would replace."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")
+    with pytest.raises(
+        FileExistsError, match=r"is not empty, it holds tokenizer: .* this command began. Take another$"
+    ):
+        prepare.prepare(what, tmp_path, workers=0)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".lock", "tokenizer", "tokenizer.json"]
+    assert (tmp_path / "tokenizer" / "tokenizer.json").read_text() == "mine"
 
 
 def test_a_second_process_is_refused(what, tmp_path):

@@ -149,6 +149,8 @@ def test_evaluation_sees_every_target_once_and_ranks_keep_step(some_shards, worl
     assert sorted(seen) == list(range(1, len(stream)))
     first = [w for b in data.in_order(5, windows=7) for w in b.window_ids.tolist()]
     assert first == [*range(7), -1, -1, -1]
+    more = [b.window_ids.tolist() for b in data.in_order(5, windows=10_000)]  # than there are
+    assert more == [b.window_ids.tolist() for b in data.in_order(5)]
 
 
 def test_errors_name_the_argument(some_shards, tmp_path):

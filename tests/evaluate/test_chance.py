@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccq.evaluate.statistics import average, chance, holm, redrawn, resampled
+from ccq.evaluate.statistics import average, chance, holm, redrawn, resampled, summary
 from ccq.report.results import seed_interval
 
 
@@ -29,6 +29,24 @@ def test_holm_lies_between_each_by_itself_and_bonferroni(chances):
     assert all(kept for p, kept in zip(chances, survive, strict=True) if p <= 0.05 / len(chances))
     assert all(p >= q for p, left in zip(chances, survive, strict=True) if not left
                for q, kept in zip(chances, survive, strict=True) if kept)  # fmt: skip
+
+
+def test_holm_steps_down():
+    """Each that survives leaves one test fewer to correct for; one that does not ends it."""
+    assert holm([0.04, 0.01, 0.02]) == [True, True, True]  # 0.05 / 1, / 3, / 2
+    assert holm([0.04, 0.01, 0.03]) == [False, True, False]
+
+
+def test_an_average_with_a_group_of_one_unit_has_no_interval():
+    rows = [{"id": str(n), "score": n % 3} for n in range(9)]
+    assert average({"a": rows, "b": rows})["interval"] is not None
+    assert average({"a": rows, "b": rows[:1]})["interval"] is None
+
+
+def test_right_and_wrong_of_one_document_are_no_samples_of_their_own():
+    rows = [{"id": str(n), "score": n % 2, "unit": n // 4} for n in range(40)]
+    assert summary(rows)["method"] == "bootstrap"
+    assert summary([{"id": row["id"], "score": row["score"]} for row in rows])["method"] == "wilson"
 
 
 def test_resamples_depend_on_their_seed_and_on_nothing_else():

@@ -18,14 +18,14 @@ def rows_of(scores, group="g", **more):
     return [{"id": f"{group}/{n}", "group": group, "score": float(x), **more} for n, x in enumerate(scores)]
 
 
-def write_run(folder, groups, aggregate="mean", suite="niah", hash_="h", quick=False):
+def write_run(folder, groups, aggregate="mean", suite="niah", hash_="h", quick=False, **more):
     folder.mkdir(parents=True)
     rows = [row for mine in groups.values() for row in mine]
     scores = {name: statistics.summary(mine, aggregate) for name, mine in groups.items()}
     if len(groups) > 1:
         scores["average"] = statistics.average(groups)
     samples = {"hash": hash_, "count": len(rows)}
-    result = {"suite": suite, "scores": scores, "samples": samples, "quick_look": quick}
+    result = {"suite": suite, "scores": scores, "samples": samples, "quick_look": quick, **more}
     (folder / f"{suite}.json").write_text(json.dumps(result))
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / f"{suite}.jsonl").write_text(text, encoding="utf-8")
@@ -214,6 +214,49 @@ def test_the_table_has_every_score_and_says_what_differs(tmp_path, capsys):
     table = json.loads((tmp_path / "table.json").read_text())["suites"]["niah"]
     assert table["a"]["values"] == [25.0, 50.0]
     assert not table["b"]["differences"][0]["significant"]
+
+
+def test_only_what_both_were_asked_is_compared(tmp_path, capsys):
+    """Recall of two vocabularies has samples of the same names: as a difference of models it would be significant."""
+    none, all_ = ([{**row, "prompt_hash": f"{kind}{row['id']}"} for row in rows_of([score] * 40)]
+                  for kind, score in (("8192 ", 0), ("256 ", 1)))  # fmt: skip
+    first = write_run(tmp_path / "one", {"g": none})
+    second = write_run(tmp_path / "two", {"g": all_}, hash_="other")
+    mixed = write_run(tmp_path / "mixed", {"g": [*none[:10], *all_[10:]]}, hash_="mixed")
+    assert cli.main(["compare", str(first), str(second)]) == 0
+    shown = capsys.readouterr().out
+    assert "not asked the same; what both were asked is compared" in shown
+    assert shown.splitlines()[1].split() == ["g", "0.00", "100.00", "-"]
+    (found,) = compare([first, mixed])["suites"]["niah"]["g"]["differences"]
+    assert (found["samples"], found["difference"]) == (10, 0)
+
+
+def test_with_two_tokenizers_settings_tell_what_was_asked_the_same(tmp_path):
+    def asked(name, sizing, score):
+        rows = [{**row, "prompt_hash": f"{name}{row['id']}"} for row in rows_of([score] * 40)]
+        more = {"tokenizer": {"hash": name}, "settings": {"sizing": sizing, "max_length": len(name)}}
+        return write_run(tmp_path / name, {"g": rows}, hash_=name, **more)
+
+    runs = [asked("gpt", "ruler", 0), asked("llama", "ruler", 1), asked("qwen", "full", 1)]
+    table = compare(runs)
+    alike, other = table["suites"]["niah"]["g"]["differences"]
+    assert alike["difference"] == 100
+    assert alike["significant"]
+    assert other["samples"] == 0
+    assert table["notes"] == [
+        "niah: the runs were not asked the same; by names, as tokenizers differ, samples are compared"
+    ]
+
+
+def test_a_table_replaces_an_older_one_of_the_same_runs_and_nothing_else(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, {"a": rows_of([1, 0] * 5, "a")}) for name in ("one", "two", "three")]
+    result, table = runs[0] / "niah.json", tmp_path / "table.json"
+    before = result.read_bytes()
+    for out, others, code in ((table, runs[:2], 0), (table, runs[:2], 0), (table, runs, 1), (result, runs, 1)):
+        assert cli.main(["compare", *map(str, others), "--out", str(out)]) == code
+        assert code == 0 or f"{out} holds something else, which stays" in capsys.readouterr().err
+    assert result.read_bytes() == before
+    assert len(json.loads(table.read_text())["runs"]) == 2
 
 
 def test_lower_is_better_for_perplexity(tmp_path):

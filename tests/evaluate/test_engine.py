@@ -139,6 +139,19 @@ def test_segments_add_up(llama):
     assert answers(Engine(llama), prefix)["p"]["nll"][0] == pytest.approx(parts["0"]["nll"][0], rel=1e-5)
 
 
+def test_segments_are_summed_in_fp64():
+    request = engines.Request("p", "score", 0, 2**17)
+    losses = torch.full((2**17 - 1,), 0.1)
+    assert engines.segments(losses, request) == [pytest.approx(losses[0].item() * len(losses), rel=1e-12)]
+
+
+def test_each_prompt_gets_as_many_new_tokens_as_it_asks_for(llama):
+    asked = requests_of("generate", count=4, contexts=1)
+    for request, many in zip(asked.requests, (2, 5, 2, 5), strict=True):
+        request.max_new = many
+    assert [len(answers(Engine(llama), asked)[str(n)]["tokens"]) for n in range(4)] == [2, 5, 2, 5]
+
+
 def test_logits_are_built_some_positions_at_a_time(llama, monkeypatch):
     asked = requests_of(count=6)
     whole = answers(Engine(llama), asked)

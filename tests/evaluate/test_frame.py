@@ -4,14 +4,17 @@ import json
 import shutil
 import types
 
+import numpy as np
 import pytest
 import torch
 from toys import make_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import ccq.evaluate as frame
 from ccq import cli
-from ccq.evaluate import EvaluationError, Options, evaluate
+from ccq.evaluate import EvaluationError, Options, check_positions, check_vocabulary, evaluate
 from ccq.evaluate.engine import Engine
+from ccq.evaluate.requests import Builder
 from ccq.evaluate.results import Responses, model_hash, progress, tokenizer_hash
 from ccq.files import finite
 
@@ -126,6 +129,30 @@ def test_a_finished_result_gives_way_only_to_one_that_asks_more(llama, tokenizer
     assert other["settings"]["lengths"] == [64, 96]
 
 
+def test_a_finished_result_stays_also_where_its_answers_are_gone_or_are_scored_again(llama, tokenizer, data, tmp_path):
+    options = length_options(tmp_path, data)
+    evaluate(llama, tokenizer, "length", options)
+    before = (tmp_path / "length.json").read_bytes()
+    evaluate(None, tokenizer, "length", length_options(tmp_path, data, limit=1, stage="requests"))
+    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(corpora, limit\)"):
+        evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="metrics"))
+    (tmp_path / "responses" / "length.jsonl").unlink()  # as results are handed on
+    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(corpora, limit\)"):
+        evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=1))
+    (tmp_path / "responses" / "length.jsonl").unlink()
+    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(another model\)"):
+        evaluate(make_model("gpt2"), tokenizer, "length", options)
+    assert (tmp_path / "length.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_of_something_else_stays(llama, tokenizer, data, tmp_path, again):
+    (tmp_path / "length.json").write_text('{"kind": "lengths of rope"}')
+    with pytest.raises(EvaluationError, match=r"length.json is no result of `ccq eval`"):
+        evaluate(llama, tokenizer, "length", length_options(tmp_path, data, again=again))
+    assert (tmp_path / "length.json").read_text() == '{"kind": "lengths of rope"}'
+
+
 def test_what_is_finished_stays_if_running_it_again_fails(llama, tokenizer, data, tmp_path):
     evaluate(llama, tokenizer, "length", length_options(tmp_path / "out", data))
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -159,6 +186,21 @@ def test_answers_of_another_model_are_refused(llama, tokenizer, data, tmp_path):
     with pytest.raises(EvaluationError, match="another run: model_hash was"):
         evaluate(make_model("gpt2"), tokenizer, "length", length_options(tmp_path, data))
     assert (tmp_path / "length.json").read_text() == before
+
+
+def test_a_model_is_asked_all_that_it_can_take_and_no_more():
+    """Of 11 tokens 10 are read and the last is only predicted; token 10 takes 11 embeddings."""
+    builder = Builder()
+    builder.add("a", "score", np.arange(11))
+    asked = builder.done("length", {})
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=10, vocab_size=11))
+    check_positions(model, asked)
+    check_vocabulary(model, asked)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=9, vocab_size=10))
+    with pytest.raises(EvaluationError, match="10 tokens, and GPT2LMHeadModel has learned positions for 9"):
+        check_positions(model, asked)
+    with pytest.raises(EvaluationError, match="token 10 is asked of a model with 10 embeddings"):
+        check_vocabulary(model, asked)
 
 
 def test_hashes_follow_what_they_are_of(llama, tokenizer):

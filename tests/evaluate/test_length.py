@@ -99,6 +99,8 @@ def test_segments_part_documents_and_blocks(monkeypatch):
     assert request.cuts == (5, 7, 10)
     assert request.meta["segments"] == [[0, 4, 0], [0, 2, 1], [1, 3, 1], [1, 5, 2]]
     assert (request.begin, request.end) == (100, 115)
+    request = length.window("x", 100, 0, 15, owner, scored=8)  # a document begins with the first scored token
+    assert (request.context, request.cuts, request.meta["segments"]) == (7, (), [[1, 8, 1]])
 
 
 def test_documents_are_what_is_resampled(tmp_path, table):

@@ -136,16 +136,17 @@ def test_gradients_with_checkpointing_are_equal(system):
 
 @pytest.mark.parametrize("system", ["transformer", "ccq-gated-deltanet", "ccq-mamba2"])
 def test_gradients_flow_through_padding_and_cache(system):
-    """The gradient of a loss over pieces and padded rows is that of the whole."""
+    """The gradient of a loss over pieces, padded rows and a single token is that of the whole."""
     model, ids = make_model(system, num_hidden_layers=1).double(), tokens(2, 12)
     whole = model(ids, targets=ids).loss
     ref = torch.autograd.grad(whole, list(model.parameters()))
     first = model(ids[:, :7], targets=ids[:, :7], use_cache=True)
-    padded = F.pad(ids[:, 7:], (0, 2))
-    mask = F.pad(torch.ones(2, 5), (0, 2))
+    padded = F.pad(ids[:, 7:11], (0, 2))
+    mask = F.pad(torch.ones(2, 4), (0, 2))
     second = model(padded, attention_mask=mask, targets=padded, past_key_values=first.past_key_values)
-    assert (first.scored, second.scored) == (14, 10)
-    pieces = (first.loss * 14 + second.loss * 10) / 24
+    third = model(ids[:, 11:], targets=ids[:, 11:], past_key_values=second.past_key_values)
+    assert (first.scored, second.scored, third.scored) == (14, 8, 2)
+    pieces = (first.loss * 14 + second.loss * 8 + third.loss * 2) / 24
     got = torch.autograd.grad(pieces, list(model.parameters()))
     for a, b in zip(ref, got, strict=True):
         assert relative(a, b) < 1e-10

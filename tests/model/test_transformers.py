@@ -179,11 +179,12 @@ def test_a_padded_batch_takes_no_mask_of_all_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [Dim.AUTO, Dim.DYNAMIC])
-def test_the_transformer_is_exported_for_any_length(dim):
+@pytest.mark.parametrize("system", ["transformer", "ccq-gla", "gated-deltanet"])
+def test_a_model_is_exported_for_any_length(system, dim):
     class Logits(nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = make_model("transformer")
+            self.model = make_model(system)
 
         def forward(self, ids):
             return self.model(ids, use_cache=False).logits

@@ -390,6 +390,15 @@ def test_another_config_is_refused_by_the_field(tmp_path, changes, field):
     assert str(refused.value).count("the run has") == 1
 
 
+@pytest.mark.parametrize("name", ["log.jsonl", "provenance.json"])
+def test_what_is_no_run_is_not_written_over(tmp_path, name):
+    (tmp_path / name).write_text("mine\n")
+    with pytest.raises(RunError, match=f"holds {name} and no config.json: take another --run-dir"):
+        train(config(), tmp_path)
+    assert (tmp_path / name).read_text() == "mine\n"
+    assert {path.name for path in tmp_path.iterdir()} == {name, "lock"}
+
+
 def test_a_run_with_a_constant_rate_can_be_extended(tmp_path, undisturbed, stopped, capsys):
     """It ends as if it had been that long from the start."""
     half = small("ccq-gated-deltanet", steps=STEPS // 2, dtype="fp32", keep=2)

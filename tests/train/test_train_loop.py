@@ -563,13 +563,15 @@ def test_an_export_takes_the_place_of_another_model_only_if_told_so(text_run, tm
     assert train(small("gla", steps=1, seed=1), run) == 0  # of recall: without a tokenizer
     assert cli.main(["export", str(text_run[1]), str(out)]) == 0
     (out / "adapter_config.json").write_text("{}")
+    (out / "ccq_adapter.json").write_text("{}")  # with it, ccq.load would load the model that it names
+    (out / "README.md").write_text("the card of the other model")
     (out / "pytorch_model.bin").write_bytes(b"older")
     (out / "notes.txt").write_text("mine")
     (out / "eval").mkdir()
     before = files_of(out)
     assert cli.main(["export", str(run), str(out)]) == 1
     said = capsys.readouterr().err
-    assert f"{out} is not empty, it holds README.md, adapter_config.json, config.json, eval and " in said
+    assert f"{out} is not empty, it holds README.md, adapter_config.json, ccq_adapter.json, config.json and " in said
     assert "an older export of this run" in said
     assert "--force" in said
     assert files_of(out) == before

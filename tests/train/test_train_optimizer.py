@@ -1,5 +1,6 @@
 """Which parameters decay, the learning rate of each step, and where decay alone takes the gate."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_the_optimizer_takes_every_parameter_once_with_its_decay():
 
 def test_the_first_step_is_adamws(monkeypatch):
     """x (1 - lr wd) - lr g / (|g| + eps): the moments are as if none had been taken."""
-    config = small("gla", weight_decay=0.1)
+    config = small("gla", weight_decay=0.1, eps=1e-3, betas=(0.8, 0.7))
     model, parameters = parameters_of("gla")
     decay = decaying(model)
     optimizer = make_optimizer(parameters, decay, config.optimizer)
@@ -72,7 +73,9 @@ def test_the_first_step_is_adamws(monkeypatch):
     optimizer.step()
     for name, x in parameters.items():
         kept = before[name] * (1 - 1e-2 * (0.1 if name in decay else 0.0))
-        torch.testing.assert_close(x.detach(), kept - 1e-2 * x.grad / (x.grad.abs() + 1e-8), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(x.detach(), kept - 1e-2 * x.grad / (x.grad.abs() + 1e-3), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(optimizer.state[x]["exp_avg"], 0.2 * x.grad)
+        torch.testing.assert_close(optimizer.state[x]["exp_avg_sq"], 0.3 * x.grad**2)
 
 
 def test_warm_up_and_cosine():
@@ -99,6 +102,10 @@ def test_pure_decay_is_what_adamw_does_without_a_gradient():
         optimizer.step()
         curve.append(bias.sigmoid().item())
     np.testing.assert_allclose(pure_decay(config), curve, rtol=1e-12)
+    faster = small("ccq-gla", steps=50, lr=0.1, warmup=10, schedule="cosine", weight_decay=0.3, rates=("gate=0.2",))
+    np.testing.assert_allclose(pure_decay(faster), curve, rtol=1e-12)
+    for train, moves in (("q_proj", False), ("cleaner", True)):
+        assert (np.ptp(pure_decay(dataclasses.replace(config, train=train))) > 0) == moves
     assert curve[-1] > 0.05
 
 

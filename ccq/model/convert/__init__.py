@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ccq.files import MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
+from ccq.files import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
@@ -191,7 +191,7 @@ def convert(
     if result.dtype is None:
         result.dtype = next(iter(tensors.values())).dtype  # of the embedding
 
-    with whole_folder(target, last="config.json", instead_of=(*MODEL_FILES, "adapter_*")) as partial:
+    with whole_folder(target, last="config.json", instead_of=(*MODEL_FILES, *ADAPTER_FILES)) as partial:
         if to == "ccq":
             result.architectures = [CCQForCausalLM.__name__]
             result.save_pretrained(partial)

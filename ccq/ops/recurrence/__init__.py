@@ -10,6 +10,7 @@ to key head h // (Hv / H)), K key size, V value size.
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -63,7 +64,26 @@ def recurrence(
         from ccq.ops.recurrence import fla  # torch.compiler.disable loads half of the compiler
 
         return fla.run(*arguments)
+    if torch.compiler.is_exporting():
+        o, state = exported(*arguments[:7], cu_seqlens)
+        return o, state if output_final_state else None
     return chunk.run(*arguments)
+
+
+@torch.library.custom_op("ccq::recurrence", mutates_args=())
+def exported(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loop over chunks as one node of what torch.export makes: traced, it would be of one length alone."""
+    o, state = chunk.run(q, k, v, g, beta, scale, initial_state, True, cu_seqlens)
+    return o.contiguous(), state
+
+
+@exported.register_fake
+def _(q, k, v, g, beta, scale, initial_state, cu_seqlens):
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return v.new_empty(v.shape), chunk.start(None, sequences, q, v)
 
 
 def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> float:
