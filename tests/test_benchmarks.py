@@ -1,3 +1,4 @@
+import doctest
 import importlib.util
 import json
 import re
@@ -61,6 +62,13 @@ def test_results_lie_beside_the_user_under_the_name_of_the_gpu(kind, gpu, file, 
     assert {"command", "date", "versions"} <= written.keys()
     results.write(parser.parse_args(["--out", "mine.json"]), {"rows": []})
     assert (tmp_path / "mine.json").exists()
+
+
+def test_kernels_are_told_apart_and_what_runs_at_once_counts_once():
+    spec = importlib.util.spec_from_file_location("kernel_time", SCRIPT.with_name("kernel_time.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert doctest.testmod(module) == (0, 3)
 
 
 def test_what_the_docs_say_of_training_on_is_what_was_measured():

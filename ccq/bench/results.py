@@ -1,15 +1,19 @@
-"""Where benchmarks write what they measure, and where it is found."""
+"""How a benchmark runs, where it writes what it measures, and where that is found."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ccq.files import write_json
 from ccq.names import slug
 from ccq.provenance import provenance
+from ccq.tables import LiveTable
 
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
@@ -30,6 +34,36 @@ def make_parser(kind: str, about: str | None, **options) -> argparse.ArgumentPar
         )
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=told, **kind_of)
     return parser
+
+
+def run(
+    args: argparse.Namespace, title: str, measured: Iterable[dict], control: Callable[[dict], dict] = dict, **content
+) -> int:
+    """Show rows as they are `measured`, each beside the one that has the values of `control`, and write them."""
+    rows: list[dict] = []
+    with contextlib.ExitStack() as stack:
+        for row in measured:
+            if not rows:
+                table = stack.enter_context(LiveTable(title, *row))
+            rows.append(row)
+            base = row_of(rows, **control(row)) or row
+            table.add(*(shown(value, base[name]) for name, value in row.items()))
+    if not getattr(args, "warm", False):
+        write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
+    return 0
+
+
+def shown(value: Any, base: Any) -> str:
+    """A value of a row on the screen, of timings the median; in brackets over the control's, where they differ.
+
+    >>> shown({"median": 1.5, "low": 1.4, "high": 1.6}, {"median": 1.2}), shown(4096, 4096), shown(None, None)
+    ('1.500 (1.250×)', '4,096', '-')
+    """
+    value, base = (x.get("median") if isinstance(x, dict) else x for x in (value, base))
+    if not isinstance(value, int | float):
+        return value if isinstance(value, str) else "-"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if value < 1e4 else f"{value:.3g}"
+    return f"{text} ({value / base:.3f}×)" if base and value != base else text
 
 
 def row_of(rows: list[dict], **like) -> dict | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 
 import torch
 
+from ccq.bench import results
 from ccq.bench.results import NOTE, WARM, make_parser
 from ccq.names import nearest
 from ccq.systems import SYSTEMS, compared
@@ -18,6 +20,23 @@ def parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
     parser = make_parser(kind, about, size="1.3b", batch=8, warm=WARM, note=NOTE, **options)
     parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
     return parser
+
+
+def run(args: argparse.Namespace, title: str, measure: Callable[..., dict]) -> int:
+    """Benchmark every system: `measure(system, model, args)` gives its row, which is compared with the backbone's.
+
+    With --warm it is asked to compile, and what it gives is dropped.
+    """
+
+    def rows() -> Iterator[dict]:
+        for system in args.systems:
+            row = {"system": system, "size": args.size, "B": args.batch, "dtype": "bfloat16"}
+            row |= measure(system, model(system, args.size), args)
+            torch.cuda.empty_cache()
+            if not args.warm:
+                yield row
+
+    return results.run(args, title, rows(), lambda row: {"system": SYSTEMS[row["system"]].family})
 
 
 def model(system: str, size: str, **changes):

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, change, marks
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks
 from ccq.systems import SYSTEMS
 
 RANGE = "Small print in a cell: the range that was measured."
 CLEANED = ("ccq-gla", "ccq-gated-deltanet")  # whose cost the paper gives
-# backbone and variant in the rows of `ccq bench layer` and `decode-op`
-LAYERS = {
-    ("gla", "fla"): "gla",
-    ("gla", "unit"): "gla-unit",
-    ("gla", "ours"): "ccq-gla",
-    ("gdn", "fla"): "gated-deltanet",
-    ("gdn", "ours"): "ccq-gated-deltanet",
+BACKBONES = {"gla": "gla", "gdn": "gated-deltanet"}  # what rows of `ccq bench layer` and `decode-op` call a system
+# the systems of these rows, by backbone and variant
+LAYERS: dict[tuple[str, str], str] = {
+    (short, variant): name
+    for short, family in BACKBONES.items()
+    for variant, name in {
+        "fla": family,
+        "unit": SYSTEMS[f"ccq-{family}"].control or family,
+        "ours": f"ccq-{family}",
+        "projected": f"{family}-projected-decay",
+    }.items()
 }
 BATCH = 8  # of the paper's inference
 
@@ -53,6 +57,21 @@ def timed(text: str, small: str = "", source: Source | None = None) -> Cell:
     return Cell(text, small, "" if source is None else source.told, kind="ours")
 
 
+def beside(
+    sources: list[Source],
+    shown: Callable[[dict, dict | None], tuple[str, str]],
+    control: Mapping[str, object],
+    **wanted: object,
+) -> Cell:
+    """Text and small print that `shown` makes of the newest row with these values, and of its control's: the one that
+    differs by `control`."""
+    mine = find(sources, **wanted)
+    if mine is None:
+        return NOT_RUN
+    base = find(sources, **{**wanted, **control})
+    return timed(*shown(mine[0], base and base[0]), mine[1])
+
+
 def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
     """A cell of the paper; with CCQ over the backbone `ratio`, in brackets."""
     told = load().tables[table].cell("1.3b", system, heading)
@@ -71,7 +90,7 @@ def row_kind(system: str) -> str:
     return "ours" if SYSTEMS[system].options.get("clean") else ""
 
 
-def over(value: float, control: float | None) -> str:
+def over(value: float, control: Any) -> str:
     """What CCQ changes, in brackets."""
     return "" if control is None else f" ({change(value / control)})"
 

@@ -5,6 +5,7 @@ The trainer's own step: bf16 weights, fp32 masters, forward, backward, clipping,
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ import torch
 
 from ccq.bench.results import make_parser, row_of, write
 from ccq.bench.systems import COMPARED, listed
-from ccq.bench.tables import find, newest, noted, over, quoted, row_kind, timed
+from ccq.bench.tables import beside, newest, noted, over, quoted, row_kind
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load, numbers_of
-from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks, scale_label
+from ccq.report.table import Block, Cell, Row, Table, marks, scale_label
 from ccq.systems import SYSTEMS, recipe_name
 
 
@@ -113,14 +114,12 @@ def tables(found: Collection) -> list[Table]:
     told = load().tables["training"]
     rows = []
     for system in (*COMPARED, "transformer"):
-        mine, base = (
-            find(sources, system=name, size="1.3b", length=4096) for name in (system, SYSTEMS[system].control)
-        )
         cells = []
-        for column, key, form in ((told.columns[0], "tokens_per_second", ",.0f"), (told.columns[1], "peak_gib", ".1f")):
+        for column, key, form in zip(told.columns, ("tokens_per_second", "peak_gib"), (",.0f", ".1f"), strict=True):
+            shown = functools.partial(compared, key, form)
+            at = {"system": system, "size": "1.3b", "length": 4096}
             cells.append(quoted("training", system, column.heading))
-            text = f"{mine[0][key]:{form}}{over(mine[0][key], base and base[0][key])}" if mine else ""
-            cells.append(timed(text, "", mine[1]) if mine else NOT_RUN)
+            cells.append(beside(sources, shown, {"system": SYSTEMS[system].control}, **at))
         rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
     notes = [
         "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
@@ -134,25 +133,24 @@ def tables(found: Collection) -> list[Table]:
     return made if source is None else [*made, lengths_table(source)]
 
 
+def compared(key: str, form: str, row: dict, control: dict | None) -> tuple[str, str]:
+    return f"{row[key]:{form}}{over(row[key], control and control[key])}", ""
+
+
 def lengths_table(source: Source) -> Table:
     """The numbers of the figure of throughput."""
-    measured = {(r["system"], r["size"], r["length"]): r for r in source.content["rows"]}
-    lengths = sorted({length for _, _, length in measured})
-    rows = []
-    for system, size in dict.fromkeys((system, size) for system, size, _ in measured):
-        cells = []
-        for length in lengths:
-            row, base = measured.get((system, size, length)), measured.get((SYSTEMS[system].control, size, length))
-            if row is None:
-                cells.append(NOT_RUN)
-                continue
-            used = "" if row.get("mfu") is None else f"MFU {row['mfu']:.0%}, "
-            rate = (
-                f"{row['tokens_per_second']:,.0f}{over(row['tokens_per_second'], base and base['tokens_per_second'])}"
-            )
-            cells.append(timed(rate, f"{used}{row['peak_gib']:.1f} GiB", source))
-        rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))
     first = source.content["rows"][0]
+    lengths = sorted({row["length"] for row in source.content["rows"]})
+
+    def shown(row: dict, control: dict | None) -> tuple[str, str]:
+        used = "" if row.get("mfu") is None else f"MFU {row['mfu']:.0%}, "
+        return compared("tokens_per_second", ",.0f", row, control)[0], f"{used}{row['peak_gib']:.1f} GiB"
+
+    rows = []
+    for system, size in dict.fromkeys((row["system"], row["size"]) for row in source.content["rows"]):
+        control = {"system": SYSTEMS[system].control}
+        cells = [beside([source], shown, control, system=system, size=size, length=length) for length in lengths]
+        rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))
     notes = [
         f"Tokens a second on one GPU, {first['tokens']:,} tokens a step, {first['dtype']}{noted([source])}; in "
         f"brackets what CCQ changes. {marks([source])}",

@@ -1,4 +1,6 @@
-"""`ccq bench profile`: where the time of a training step, a prefill and a decode step goes, by class of kernel.
+"""Where the time of a training step, a prefill and a decode step goes on a GPU, by class of kernel:
+
+    python benchmarks/kernel_time.py
 
 A kernel of ours or of fla belongs to the class of the module that defines it, any other to that of its name. What is
 left of the wall clock is idle: the GPU waits for the host.
@@ -10,15 +12,14 @@ import contextlib
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ccq.bench import systems
-from ccq.bench.results import write
+from ccq.bench.results import run
 from ccq.systems import recipe_name
-from ccq.tables import LiveTable
 
 CLASSES = (
     "weight products",
@@ -173,25 +174,23 @@ def decode(system: str, args) -> Iterator[Callable[[], Any]]:
 PARTS = {"train": training, "prefill": prefill, "decode": decode}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = systems.parser(
-        "profile", __doc__, length=4096, parts=(",".join(PARTS), "of these, with commas between"),
+def measured(args) -> Iterator[dict]:
+    for system in args.systems:
+        for part in args.parts.split(","):
+            with PARTS[part](system, args) as call:
+                found = profiled(call, args.steps, warmup=6)
+            del call
+            gc.collect()
+            torch.cuda.empty_cache()
+            shape = {"size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16", "options": args.set}
+            print(*(f"{kind} {ms:.2f} ms" for kind, ms in found["ms"].items()), sep=", ")
+            yield {"system": system, "part": part, **shape, **found}
+
+
+if __name__ == "__main__":
+    options = systems.parser(
+        "kernel-time", __doc__, length=4096, parts=(",".join(PARTS), "of these, with commas between"),
         set=("", "options of the trained model, as conv_size=4"),
         steps=(5, "that are looked at (default: %(default)s)"),
-    ).parse_args(argv)  # fmt: skip
-    rows: list[dict] = []
-    with LiveTable("milliseconds by class of kernel", "system", "part", "wall", *CLASSES, "launches") as table:
-        for system in args.systems:
-            for part in args.parts.split(","):
-                with PARTS[part](system, args) as call:
-                    found = profiled(call, args.steps, warmup=6)
-                shape = {"size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16", "options": args.set}
-                rows.append({"system": system, "part": part, **shape, **found})
-                cells = (f"{found['ms'][kind]:.2f}" for kind in CLASSES)
-                table.add(system, part, f"{found['wall_ms']:.2f}", *cells, f"{found['launches']:.0f}")
-                del call
-                gc.collect()
-                torch.cuda.empty_cache()
-    if not args.warm:
-        write(args, {"note": args.note, "rows": rows})
-    return 0
+    ).parse_args()  # fmt: skip
+    run(options, "milliseconds of a call", measured(options))
