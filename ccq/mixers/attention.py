@@ -42,15 +42,11 @@ class Attention(Mixer):
 
     def project(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor, Tensor]:
         """q [*B, H, K] and k, v [*B, Hk, K], not turned yet."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return q.unflatten(-1, (-1, self.size)), k.unflatten(-1, (-1, self.size)), v.unflatten(-1, (-1, self.size))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.size)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
 
     def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
+        self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         q, k, v = self.project(x)
         tokens = x.shape[1]

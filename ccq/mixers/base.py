@@ -83,22 +83,27 @@ class Mixer(Owner):
         self.layer = layer
 
     def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
+        self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         """All tokens of a call, differentiable; continues from `state`, which it leaves as it is.
 
         Returns y and, where asked for, the state after the last token of each sequence.
         """
-        raise NotImplementedError
+        new: LayerState | None = {} if output_state else None
+        return self.run(x, seqs, state, new), new
 
+    @torch.no_grad()
     def step(
         self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
     ) -> Float[Tensor, "B D"]:
         """One more token of each of B sequences, without autograd. The state's tensors are updated in place."""
+        return self.run(x, None, state, None)
+
+    def run(
+        self, x: Float[Tensor, "*B D"], seqs: Sequences | None, state: Any, new: LayerState | None
+    ) -> Float[Tensor, "*B D"]:
+        """y of `forward`, which puts the states after the last tokens into `new` if there is one; and of `step`, which
+        has no `seqs`."""
         raise NotImplementedError
 
     def new_state(
@@ -156,7 +161,7 @@ def make_mixer(config: CCQConfig, layer: int) -> Mixer:
             f"mixer: expected one of {', '.join(known)}, got {config.mixer!r}.{nearest(config.mixer, known)}"
         )
     if config.base_conv_size is not None and layer % 2 == 0:
-        from ccq.mixers.base_conv import BaseConv  # a Mixer itself
+        from ccq.mixers.conv import BaseConv  # a Mixer itself
 
         return BaseConv(config, layer)
     return MIXERS[config.mixer](config, layer)

@@ -8,6 +8,7 @@ B batch, N sequences (B of them, or packed ones), T tokens, H heads, K size of a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, clean_query_step, decode_step, gate, sigma_q
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate, sigma_q
 from ccq.ops.clean import read_with, reference
 from ccq.ops.clean.chunk import CHUNK
 from ccq.ops.precision import stats_dtype
@@ -56,29 +57,30 @@ class QueryCleaner(Owner):
         super().__init__()
         self.heads, self.features = heads, features or size
         self.clean, self.centred, self.normalize = config.clean, config.centred, config.normalize
-        self.fixed_lam, self.gate_init = config.fixed_lam, config.gate_init
+        self.fixed_lam = config.fixed_lam
         self.read: dict[str, Any] = {"step": config.step, "steps": config.steps}
         self.direction, self.learned_scale = config.direction, config.learned_scale
         self.control = config.learned_scale or config.direction != "covariance"
         self.covariance_decay = config.covariance_decay if config.clean else "none"
         self.unit_qk, self.backend = config.unit_qk, config.backend
-        self.current_key_init = config.current_key_init if config.current_key_read else None
+        self.current_key_read = config.current_key_read
         self.plain = not config.clean and not config.current_key_read
         self.has_gate = self.clean and self.fixed_lam is None
-        self.no_weight_decay = ("current_key",) if config.current_key_read else ()
+        self.starts: dict[str, float] = {}  # of the parameters that there are: one number each
         if self.has_gate:
             self.own("gate_weight", heads, heads * size)
-            self.own("gate_bias", heads)
-            if not config.decay_gate_bias:
-                self.no_weight_decay += ("gate_bias",)
+            self.starts |= {"gate_weight": 0.0, "gate_bias": logit(config.gate_init)}
         if self.learned_scale:
-            self.own("lam_scale", heads)
-            self.no_weight_decay += ("lam_scale",)
+            self.starts["lam_scale"] = 1.0
         if self.covariance_decay == "learned":
-            self.own("decay_logit", heads)
-            self.no_weight_decay += ("decay_logit",)
-        if self.current_key_init is not None:
-            self.own("current_key", heads)
+            self.starts["decay_logit"] = logit(DECAY)
+        if self.current_key_read:
+            self.starts["current_key"] = config.current_key_init
+        decayed = ("gate_weight", "gate_bias") if config.decay_gate_bias else ("gate_weight",)
+        self.no_weight_decay = tuple(name for name in self.starts if name not in decayed)
+        for name in self.starts:
+            if name != "gate_weight":
+                self.own(name, heads)
         self.record = self.record_angle = False
         self.lam: Tensor | None = None
         self.angle: Tensor | None = None
@@ -86,17 +88,8 @@ class QueryCleaner(Owner):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.has_gate:
-            self.fill("gate_weight", nn.init.zeros_)
-            logit = math.log(self.gate_init / (1 - self.gate_init))
-            self.fill("gate_bias", lambda bias: nn.init.constant_(bias, logit))
-        if self.learned_scale:
-            self.fill("lam_scale", nn.init.ones_)
-        if self.covariance_decay == "learned":
-            self.fill("decay_logit", lambda logit: nn.init.constant_(logit, math.log(DECAY / (1 - DECAY))))
-        if self.current_key_init is not None:
-            start = self.current_key_init
-            self.fill("current_key", lambda d: nn.init.constant_(d, start))
+        for name, start in self.starts.items():
+            self.fill(name, functools.partial(nn.init.constant_, val=start))
 
     def gate(self, q: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H"]:
         """lam of the raw query, in fp32."""
@@ -122,11 +115,6 @@ class QueryCleaner(Owner):
         if self.unit_qk and not (self.clean and self.normalize == "unit"):
             return unit(q), unit(k)
         return q, k
-
-    @property
-    def fused(self) -> bool:
-        """Whether the fused decode step has this read."""
-        return self.read["step"] in reference.FUSED
 
     def log_decay(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H"] | None:
         """That of the covariance, from the log-decay g of the backbone: the mean of its parts."""
@@ -166,14 +154,16 @@ class QueryCleaner(Owner):
         if self.clean:
             lam = Gate(self.gate_weight, self.gate_bias) if self.by_gate and raw is q else self.gate(raw)
             start = None if state is None else state["covariance"]
-            how: dict[str, Any] = {
-                "centred": self.centred, "normalize": self.normalize, "initial_state": start,
-                "cu_seqlens": seqs.cu_seqlens, "backend": self.backend, "log_decay": self.log_decay(k, g), **self.read,
-            }  # fmt: skip
+            how = {**self.how, "initial_state": start, "cu_seqlens": seqs.cu_seqlens, "log_decay": self.log_decay(k, g)}
             if self.record_angle:
                 self.angle = self.turned(q, k, lam, how)
             q, k, covariance = self.operator(q, k, lam, output_final_state=output_state, **how)
         return self.without_current_key(q, k), k, covariance
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Options of `clean_query`."""
+        return {"centred": self.centred, "normalize": self.normalize, "backend": self.backend, **self.read}
 
     def operator(
         self, q: Tensor, k: Tensor, lam: Any, *, log_decay: Tensor | None, **how: Any
@@ -209,26 +199,27 @@ class QueryCleaner(Owner):
         q: Float[Tensor, "B T H F"],
         k: Float[Tensor, "B T H F"],
         v: Float[Tensor, "B T Hv V"],
-        seqs: Sequences,
-        state: LayerState | None,
-        output_state: bool,
+        seqs: Sequences | None,
+        state: Any,
+        new: LayerState | None,
         g: Tensor | None = None,
         beta: Tensor | None = None,
         scale: float | None = None,
-    ) -> tuple[Float[Tensor, "B T Hv V"], LayerState]:
-        """Cleaning, then write and read of all tokens, as `step` has it for one; and the states, where asked for."""
-        q, k, covariance = self(raw, q, k, seqs, state, output_state, g)
-        o, recurrent = recurrence(
-            q, k, v, g, beta, scale, None if state is None else state["recurrent"], output_state, seqs.cu_seqlens,
-            self.backend,
-        )  # fmt: skip
-        new = {"recurrent": recurrent, "covariance": covariance}
-        return o, {name: x for name, x in new.items() if x is not None}
+    ) -> Float[Tensor, "B T Hv V"]:
+        """Cleaning, then write and read of all tokens, as `step` has it for one: what `Mixer.run` needs."""
+        if seqs is None:
+            return self.step(raw, q, k, v, state, g, beta, scale)
+        q, k, covariance = self(raw, q, k, seqs, state, new is not None, g)
+        past = None if state is None else state["recurrent"]
+        o, recurrent = recurrence(q, k, v, g, beta, scale, past, new is not None, seqs.cu_seqlens, self.backend)
+        if new is not None:
+            new["recurrent"] = recurrent
+            if covariance is not None:
+                new["covariance"] = covariance
+        return o
 
     def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
-        if self.current_key_init is None:
-            return q
-        return q - (self.current_key[:, None] * k).to(q.dtype)
+        return q - (self.current_key[:, None] * k).to(q.dtype) if self.current_key_read else q
 
     def step(
         self,
@@ -248,21 +239,15 @@ class QueryCleaner(Owner):
         if not self.plain:  # else the step makes them unit
             q, k = self.prepare(q, k)
         cleaning = None
-        if self.control:
+        if self.clean and (self.control or self.read["step"] not in reference.FUSED):
             decay = self.log_decay(k, g)
             q, k, new = self.operator(
                 q[:, None], k[:, None], self.gate(raw)[:, None], log_decay=None if decay is None else decay[:, None],
-                centred=self.centred, normalize=self.normalize, initial_state=state["covariance"],
-                output_final_state=True, backend=self.backend, **self.read,
+                initial_state=state["covariance"], output_final_state=True, **self.how,
             )  # fmt: skip
             q, k = q[:, 0], k[:, 0]
             for old, x in zip(*map(pytree.tree_leaves, (state["covariance"], new)), strict=True):
                 old.copy_(x)
-        elif self.clean and not self.fused:
-            q, k, _ = clean_query_step(
-                q, k, self.gate(raw), state["covariance"], self.centred, self.normalize, inplace=True,
-                backend=self.backend, log_decay=self.log_decay(k, g), **self.read,
-            )  # fmt: skip
         elif self.clean:
             cleaning = Cleaning(
                 state["covariance"],
@@ -297,6 +282,10 @@ class QueryCleaner(Owner):
         size = self.features
         total = 4.0 * self.heads * size * (CHUNK if self.direction == "mean" else size + CHUNK)
         return total + (2.0 * self.gate_weight.numel() if self.has_gate else 0.0)
+
+
+def logit(share: float) -> float:
+    return math.log(share / (1 - share))
 
 
 def mean_q(

@@ -10,7 +10,7 @@ D hidden size, H heads, F features of a key.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -65,19 +65,17 @@ class Mesa(KeyValueMixer):
         return (F.softplus(self.lambda_params) + LEAST).unflatten(0, (self.heads, -1))
 
     def mix(
-        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, state: LayerState | None,
-        output_state: bool, g: Tensor, beta: Tensor,
-    ) -> tuple[Float[Tensor, "B T H V"], LayerState]:  # fmt: skip
+        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences | None, state: Any,
+        new: LayerState | None, g: Tensor, beta: Tensor,
+    ) -> Float[Tensor, "*B H V"]:  # fmt: skip
         q, k = self.cleaner.prepare(q, k)
-        past = None if state is None else state["recurrent"]
-        o, new = mesa(q, k, v, g, beta, self.ridge, self.cg_steps, past, output_state, seqs.cu_seqlens)
-        return o, {} if new is None else {"recurrent": new}
-
-    def mix_step(
-        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LayerState, g: Tensor, beta: Tensor
-    ) -> Float[Tensor, "B H V"]:
-        q, k = self.cleaner.prepare(q, k)
-        return mesa_step(q, k, v, g, beta, self.ridge, self.cg_steps, state["recurrent"])
+        how = (q, k, v, g, beta, self.ridge, self.cg_steps)
+        if seqs is None:
+            return mesa_step(*how, state["recurrent"])
+        o, recurrent = mesa(*how, None if state is None else state["recurrent"], new is not None, seqs.cu_seqlens)
+        if new is not None:
+            new["recurrent"] = recurrent
+        return o
 
     def memory_flops(self) -> float:
         return flops(self.heads, self.features, self.value_size, self.cg_steps)
