@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ccq.names import nearest
+from ccq.ops.choose import one_of
 from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
@@ -155,11 +155,7 @@ def register(name: str) -> Callable[[M], M]:
 
 def make_mixer(config: CCQConfig, layer: int) -> Mixer:
     """The mixer of one layer, by `config.mixer`; with `base_conv_size`, layers 0, 2, ... are zoology's BaseConv."""
-    if config.mixer not in MIXERS:
-        known = tuple(MIXERS)
-        raise ValueError(
-            f"mixer: expected one of {', '.join(known)}, got {config.mixer!r}.{nearest(config.mixer, known)}"
-        )
+    one_of("mixer", config.mixer, tuple(MIXERS))
     if config.base_conv_size is not None and layer % 2 == 0:
         from ccq.mixers.conv import BaseConv  # a Mixer itself
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from ccq.ops.checks import check_values
 from ccq.ops.choose import Call, choose
 from ccq.ops.clean import chunk
-from ccq.ops.clean.chunk import Gradients, Past, Read, Saved, kept_dtype
+from ccq.ops.clean.chunk import Gradients, Past, Saved, kept_dtype
 from ccq.ops.clean.gating import run_gate, run_gate_backward
+from ccq.ops.clean.reference import Read
 from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import stats_dtype
 

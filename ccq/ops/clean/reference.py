@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"scaled": scaled
 FUSED = ("scaled", "projected")  # the backends have these whole, with a derived backward
 
 
+class Read(NamedTuple):
+    """How a call reads."""
+
+    centred: bool = True
+    normalize: str = "unit"
+    step: str = "scaled"  # of STEPS
+
+
 def symmetric(x: Tensor) -> Tensor:
     """second_moment is symmetric by contract: only this part of it counts, and so its gradient is symmetric too."""
     return (x + x.mT) / 2
@@ -67,23 +76,14 @@ def prepare(q: Tensor, k: Tensor, normalize: str) -> tuple[Tensor, Tensor, Tenso
 
 def absorb(state: CovarianceState, k: Tensor, log_decay: Tensor | None, inplace: bool = False) -> CovarianceState:
     """C_t = C_{t-1} + k k^T, s_t = s_{t-1} + k, t = t + 1, for k [B, Hk, K]; with a decay all three fade first."""
-    outer = k[..., :, None] * k[..., None, :]
+    sums = [state.second_moment, state.key_sum, state.count if inplace or log_decay is None else state.weight]
+    added: tuple[Any, ...] = (k[..., :, None] * k[..., None, :], k, 1)
     if log_decay is not None:
         decay = log_decay.to(k.dtype).exp()
         factors = (decay[..., None, None], decay[..., None], decay)
-        if inplace:
-            for x, factor in zip((state.second_moment, state.key_sum, state.count), factors, strict=True):
-                x.mul_(factor)
-        else:
-            state = CovarianceState(
-                state.second_moment * factors[0], state.key_sum * factors[1], state.weight * factors[2]
-            )
-    if inplace:
-        state.second_moment.add_(outer)
-        state.key_sum.add_(k)
-        state.count.add_(1)
-        return state
-    return CovarianceState(state.second_moment + outer, state.key_sum + k, state.count + 1)
+        sums = [x.mul_(f) if inplace else x * f for x, f in zip(sums, factors, strict=True)]
+    sums = [x.add_(new) if inplace else x + new for x, new in zip(sums, added, strict=True)]
+    return state if inplace else CovarianceState(*sums)
 
 
 def read(state: CovarianceState, q: Tensor, centred: bool) -> Tensor:
@@ -102,20 +102,18 @@ def step(
     k: Tensor,
     lam: Tensor,
     state: CovarianceState,
-    centred: bool,
-    normalize: str,
+    how: Read,
+    log_decay: Tensor | None,
     inplace: bool = False,
-    log_decay: Tensor | None = None,
-    read_as: str = "scaled",
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
     """One token, the paper's recurrent algorithm: q [B, Hq, K], k [B, Hk, K], lam [B, Hq], log_decay [B, Hk].
 
     Returns q_clean, k_bar, the state that includes this token, and the correction y by itself.
     """
-    q_read, k_stat, k_bar = prepare(q, k, normalize)
+    q_read, k_stat, k_bar = prepare(q, k, how.normalize)
     state = absorb(state, k_stat, log_decay, inplace)
-    y = read(state, q_read, centred)
-    q_clean = STEPS[read_as](q_read, y, lam.to(y.dtype)[..., None])
+    y = read(state, q_read, how.centred)
+    q_clean = STEPS[how.step](q_read, y, lam.to(y.dtype)[..., None])
     return q_clean.to(q.dtype), k_bar, state, y
 
 
@@ -125,10 +123,8 @@ def forward(
     lam: Tensor,
     state: CovarianceState,
     cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    log_decay: Tensor | None = None,
-    read_as: str = "scaled",
+    how: Read,
+    log_decay: Tensor | None,
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
     """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], log_decay [B, T, Hk], beginning at `state`.
 
@@ -145,7 +141,7 @@ def forward(
         count = here.count if log_decay is None else here.weight
         here = CovarianceState(symmetric(here.second_moment), here.key_sum, count)
         for q_t, k_t, lam_t, decay in tokens[begin:end]:
-            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, centred, normalize, False, decay, read_as)
+            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, how, decay)
             outputs.append((q_clean, k_bar, y))
         finals.append(here)
     final = pytree.tree_map(lambda *parts: torch.cat(parts), *finals)

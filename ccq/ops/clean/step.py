@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ccq.ops.checks import check_call, check_decays, check_read, check_values, has_tangent
 from ccq.ops.clean import read_with, reference
+from ccq.ops.clean.reference import Read
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import no_autocast
 
@@ -40,7 +41,8 @@ def clean_query_step(
     tensor([1])
     """
     check_read(step, steps, log_decay, k)
-    q, k_bar, state, y = _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend, step)
+    how = Read(centred, normalize, step)
+    q, k_bar, state, y = _step(q, k, lam, state, how, log_decay, inplace, backend)
     with no_autocast(q):
         for _ in range(steps - 1):
             y = reference.read(state, q.to(y.dtype), centred)
@@ -59,22 +61,21 @@ def sigma_q_step(
 ) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
     """`sigma_q` for one more token: y = Sigma_t q in fp32 (fp64 for fp64), k_bar, and the state."""
     check_read("scaled", 1, log_decay, k)
-    _, k_bar, state, y = _step(q, k, None, log_decay, state, centred, normalize, inplace, "auto")
+    _, k_bar, state, y = _step(q, k, None, state, Read(centred, normalize), log_decay, inplace, "auto")
     return y, k_bar, state
 
 
-def _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend, step="scaled"):
+def _step(q, k, lam, state, how, log_decay, inplace, backend):
     """What reference.step returns, of arguments that are checked."""
     if state is None:
         raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
-    check_call(q, k, lam, state, None, centred, normalize, backend, tokens=False)
+    check_call(q, k, lam, state, None, how, backend, tokens=False)
     lam = torch.ones_like(q[..., 0]) if lam is None else lam
     if inplace and log_decay is not None:
         check_decays(state)
-    differentiable = wants_gradient(q, k, lam, state, log_decay)
-    if inplace and differentiable:
+    if inplace and (followed := wants_gradient(q, k, lam, state, log_decay)):
         raise RuntimeError(
-            f"inplace: {differentiable} needs a gradient, which an update in place would destroy. "
+            f"inplace: {followed} needs a gradient, which an update in place would destroy. "
             "Use inplace=False, or torch.no_grad() for decoding."
         )
     if not torch.compiler.is_compiling():
@@ -82,8 +83,8 @@ def _step(q, k, lam, log_decay, state, centred, normalize, inplace, backend, ste
     if not inplace:
         state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
     with no_autocast(q):
-        q_clean, k_bar, state, y = reference.step(q, k, lam, state, centred, normalize, inplace, log_decay, step)
-    return q_clean, k_bar if normalize == "unit" else k, state, y
+        q_clean, k_bar, state, y = reference.step(q, k, lam, state, how, log_decay, inplace)
+    return q_clean, k_bar if how.normalize == "unit" else k, state, y
 
 
 def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState, log_decay: Tensor | None) -> str | None:

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean.chunk import Gradients, Past, Read, Saved, kept_dtype
+from ccq.ops.clean.chunk import Gradients, Past, Saved, kept_dtype
+from ccq.ops.clean.reference import Read
 from ccq.ops.clean.state import weight_of
 from ccq.ops.clean.triton import reads
 from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
