@@ -60,6 +60,8 @@ def shown(value: Any, base: Any) -> str:
     ('1.500 (1.250×)', '4,096', '-')
     """
     value, base = (x.get("median") if isinstance(x, dict) else x for x in (value, base))
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     if not isinstance(value, int | float):
         return value if isinstance(value, str) else "-"
     text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if value < 1e4 else f"{value:.3g}"

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ccq.bench.results import make_parser, row_of, write
+from ccq.bench.results import make_parser, run
 from ccq.bench.systems import COMPARED, listed
 from ccq.bench.tables import beside, newest, noted, over, quoted, row_kind
 from ccq.bench.timing import summarise
@@ -62,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
     args = parser.parse_args(argv)
 
+    def control(row: dict) -> dict:
+        return {"system": SYSTEMS[row["system"]].control, "length": row["length"]}
+
+    options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
+    return run(args, "training steps of whole models", measured(args), control, **options)
+
+
+def measured(args) -> Iterator[dict]:
     from ccq.model.info import info
     from ccq.recipes import recipe
     from ccq.train.config import model_config
@@ -69,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ccq.train.loop import Trainer
     from ccq.train.world import join
 
-    rows: list[dict] = []
     with join("cuda") as world:
         peak = peak_flops(world.device)
         for system in args.systems:
@@ -82,30 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row |= measure(trainer, args.tokens, length, args.steps, args.warmup)
                 flops = info(model_config(config.model), length).train_flops
                 row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
-                row["paper"] = (
-                    (numbers_of("training", system) or None) if (args.size, length) == ("1.3b", 4096) else None
-                )
-                control = row_of(rows, system=SYSTEMS[system].control, length=length)
-                rows.append(row)
-                print(describe(row, control), flush=True)
+                told = numbers_of("training", system) if (args.size, length) == ("1.3b", 4096) else []
+                yield row | {"paper": told or None}
             del trainer
             gc.collect()
             torch.cuda.empty_cache()
-    options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
-    write(args, {"note": args.note, **options, "rows": rows})
-    return 0
-
-
-def describe(row: dict, control: dict | None) -> str:
-    def ratio(name: str) -> str:
-        return "" if control is None else f" ({row[name] / control[name]:.3f} of {control['system']})"
-
-    mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    paper = "" if row["paper"] is None else f"   paper {row['paper'][0]:,.0f} tok/s, {row['paper'][1]} GiB"
-    return (
-        f"{row['system']:<20} T {row['length']:<6} {row['tokens_per_second']:8,.0f} tok/s{ratio('tokens_per_second')}"
-        f"   MFU {mfu}   {row['peak_gib']:.1f} GiB{ratio('peak_gib')}{paper}"
-    )
 
 
 def tables(found: Collection) -> list[Table]:

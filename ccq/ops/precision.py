@@ -21,19 +21,21 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-@contextmanager
-def exact_matmul(x: Tensor):
+def exact_matmul(x: Tensor) -> AbstractContextManager:
     """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
+    return _no_tf32(x) if x.is_cuda else no_autocast(x)
+
+
+@contextmanager
+def _no_tf32(x: Tensor):
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision
-    with no_autocast(x):
-        if x.is_cuda and precision != "ieee":
-            matmul.fp32_precision = "ieee"
-        try:
+    matmul.fp32_precision = "ieee"
+    try:
+        with no_autocast(x):
             yield
-        finally:
-            if matmul.fp32_precision != precision:
-                matmul.fp32_precision = precision
+    finally:
+        matmul.fp32_precision = precision
 
 
 def inv_norm(x: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is save
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
+from ccq.ops.chunks import Layout, from_chunks, make_layout, per_chunk, scan, to_chunks
 from ccq.ops.clean.reference import STEPS, Read, prepare, projected_backward
 from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
@@ -72,37 +72,6 @@ class Gradients(NamedTuple):
     second_moment: Tensor | None = None
     key_sum: Tensor | None = None
     weight: Tensor | None = None
-
-
-def scan(
-    layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False, decay: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sums of `adds` [M, ...] over the chunks before each one (after it, if `reverse`), begun at `start` [N, ...].
-
-    Returns them and, for each sequence, the sum over all its chunks. `decay` [M, Hk]: a chunk first multiplies by it
-    what comes from before (after) it.
-    """
-    start, sums, ended = in_order(start, layout.order), [], []
-    running = start[:0] if reverse else start
-    ranks = list(zip(adds.split(layout.counts), per_rank(decay, adds, layout), strict=True))
-    for here, left in reversed(ranks) if reverse else ranks:
-        n = here.shape[0]
-        if n > running.shape[0]:  # going back, some sequences begin here
-            running = torch.cat([running, start[running.shape[0] : n]])
-        elif n < running.shape[0]:  # going on, some have ended
-            ended.append(running[n:])
-            running = running[:n]
-        sums.append(running)
-        running = (running if left is None else left * running) + here
-    total = torch.cat([running, start[running.shape[0] :] if reverse else running[:0], *reversed(ended)])
-    return torch.cat(sums[::-1] if reverse else sums), in_order(total, layout.place)
-
-
-def per_rank(decay: Tensor | None, adds: Tensor, layout: Layout) -> Sequence[Tensor | None]:
-    """`decay` [M, Hk] split as `adds` [M, Hk, ...] is, with as many dimensions."""
-    if decay is None:
-        return [None] * len(layout.counts)
-    return decay.view(*decay.shape, *[1] * (adds.ndim - decay.ndim)).split(layout.counts)
 
 
 class Decay(NamedTuple):

@@ -18,8 +18,7 @@ from ccq.ops.precision import no_autocast
 
 torch.library.define("ccq::gate", "(Tensor q, Tensor weight, Tensor bias, str backend) -> Tensor")
 torch.library.define(
-    "ccq::gate_backward",
-    "(Tensor d_lam, Tensor q, Tensor weight, Tensor lam, str backend) -> (Tensor, Tensor, Tensor)",
+    "ccq::gate_backward", "(Tensor d_lam, Tensor q, Tensor weight, Tensor lam, str backend) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -31,10 +30,7 @@ class Gate(NamedTuple):
 
 
 def gate(
-    q: Float[Tensor, "*B H K"],
-    weight: Float[Tensor, "H HK"],
-    bias: Float[Tensor, " H"],
-    backend: str = "auto",
+    q: Float[Tensor, "*B H K"], weight: Float[Tensor, "H HK"], bias: Float[Tensor, " H"], backend: str = "auto"
 ) -> Float[Tensor, "*B H"]:
     """sigmoid(W q + b) in fp32 (fp64 for fp64), from the query before normalisation and feature map.
 
@@ -87,7 +83,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(q, weight, output)
 
 
-def _no_double_backward(ctx, *grads):
+def _no_double_backward(*_):
     raise RuntimeError("gate has no second derivative: write torch.sigmoid(linear(q)) where one is needed.")
 
 

@@ -168,6 +168,10 @@ def gradients(
     ]
 
 
+def _fake(layout: Callable[..., Layout], at: int, *given):
+    return complete(layout(*given), given[at])
+
+
 def _setup_context(ctx, inputs, output):
     q, k, lam, weight, _, log_decay, *past, centred, normalize, step, backend, _, _ = inputs
     _, k_bar, k_rnorm, means, lam_out, y, _, _, count = output
@@ -199,36 +203,31 @@ def _backward(ctx, g, dk_bar, _, __, ___, ____, *d_final):
     return dq, dk, *through, d_decay, *d_initial, d_count if decays and weighs else None, *[None] * 7
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError(
+def refuse(message: str) -> Callable:
+    """What raises whenever it is called."""
+
+    def refused(*_: object) -> None:
+        raise RuntimeError(message)
+
+    return refused
+
+
+_no_vmap = refuse(
+    "clean_query and sigma_q cannot be mapped by torch.vmap: put the mapped axis into the batch axis B or the "
+    "heads instead, or use backend='reference'."
+)
+for _name, _function, _layout, _at in (  # which of the arguments is q
+    ("ccq::clean_query", _clean_query, outputs, 0),
+    ("ccq::clean_query_backward", _clean_query_backward, gradients, 5),
+):
+    torch.library.impl(_name, "default", _function)
+    torch.library.register_fake(_name, functools.partial(_fake, _layout, _at))
+    torch.library.register_vmap(_name, _no_vmap)
+torch.library.register_autograd("ccq::clean_query", _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "ccq::clean_query_backward",
+    refuse(
         "clean_query and sigma_q have no second derivative in backend='chunk' and 'triton'. "
         "backend='reference' can be differentiated to any order."
-    )
-
-
-def _no_vmap(info, in_dims, *args):
-    raise RuntimeError(
-        "clean_query and sigma_q cannot be mapped by torch.vmap: put the mapped axis into the batch axis B or the "
-        "heads instead, or use backend='reference'."
-    )
-
-
-def register(
-    name: str, forward: tuple, backward: tuple, autograd: Callable, setup_context: Callable, like: int
-) -> None:
-    """An operator and its NAME_backward, each a function and its layout; `like`: which argument of the latter is q."""
-    for each, (function, layout), at in ((name, forward, 0), (f"{name}_backward", backward, like)):
-        torch.library.impl(each, "default", function)
-        torch.library.register_fake(each, functools.partial(_fake, layout, at))
-        torch.library.register_vmap(each, _no_vmap)
-    torch.library.register_autograd(name, autograd, setup_context=setup_context)
-    torch.library.register_autograd(f"{name}_backward", _no_double_backward)
-
-
-def _fake(layout: Callable[..., Layout], at: int, *given):
-    return complete(layout(*given), given[at])
-
-
-register(
-    "ccq::clean_query", (_clean_query, outputs), (_clean_query_backward, gradients), _backward, _setup_context, like=5
+    ),
 )

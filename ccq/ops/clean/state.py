@@ -86,10 +86,7 @@ class CovarianceState:
         return sigma
 
     def to(
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        non_blocking: bool = False,
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> CovarianceState:
         """Move or cast. A count of keys stays int64 whatever `dtype` is."""
         return pytree.tree_map(

@@ -59,7 +59,7 @@ def recurrence(
     one_of("backend", backend, BACKENDS)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # an integer breaks fla's chunk_h on some GPUs
     if v.shape[0] * v.shape[1] == 0:
-        state = chunk.start(initial_state, sequences, q, v) if output_final_state else None
+        state = chunk.memory(initial_state, cu_seqlens, q, *v.shape[2:]) if output_final_state else None
         return v * 1, state  # no tokens: empty, but a function of v for autograd
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
     if choose("recurrence", Call.of(q, delta=beta is not None), backend) == "fla":
