@@ -3,9 +3,14 @@
 from ccq.mixers.attention import Attention
 from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, no_weight_decay, register
 from ccq.mixers.cleaning import QueryCleaner
-from ccq.mixers.gated_deltanet import GatedDeltaNet, KimiDeltaAttention
-from ccq.mixers.gla import GatedLinearAttention
-from ccq.mixers.linear_attention import DeltaNet, LinearAttention, RetNet
+from ccq.mixers.linear_attention import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    RetNet,
+)
 from ccq.mixers.mamba2 import Mamba2
 from ccq.mixers.mesa import Mesa
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
 
 
+Gates = tuple[Tensor | None, Tensor | None]  # log-decay g and strength beta of the delta rule
+
+
 class Hedgehog(nn.Module):
     """softmax of [2 W x, -2 W x], with W [F / 2, K] learned and shared by the heads.
 
@@ -145,7 +148,7 @@ class KeyValueMixer(RecurrentMixer):
     def writers(self) -> list[nn.Linear]:
         return []
 
-    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> Gates:
         """g [*B, H] or [*B, H, F] and beta [*B, H]; None for no decay, and for an additive write.
 
         `projected` is what the `writers` made of x.

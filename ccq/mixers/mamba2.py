@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ccq.mixers.base import LayerState, Sequences, register
 from ccq.mixers.cleaning import QueryCleaner
 from ccq.mixers.conv import ShortConv, convolve
-from ccq.mixers.gated_deltanet import inverse_softplus_of_times_, log_decay, log_uniform_
 from ccq.mixers.key_value import RecurrentMixer
+from ccq.mixers.linear_attention import inverse_softplus_of_times_, log_decay, log_uniform_
 from ccq.mixers.norms import GatedRMSNorm
 
 if TYPE_CHECKING:

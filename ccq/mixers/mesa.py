@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Sequences, register
-from ccq.mixers.gated_deltanet import high
-from ccq.mixers.key_value import KeyValueMixer
+from ccq.mixers.key_value import Gates, KeyValueMixer
+from ccq.ops.precision import high
 from ccq.ops.recurrence.mesa import flops, mesa, mesa_step
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class Mesa(KeyValueMixer):
     def memory_width(self) -> int:
         return self.features + self.value_size
 
-    def gates(
-        self, x: Float[Tensor, "*B D"], *projected: Float[Tensor, "*B H"]
-    ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         a, b = projected
         return F.logsigmoid(high(a)), high(b).sigmoid()
 

@@ -100,7 +100,10 @@ def check_read(step: str, steps: int, log_decay: Tensor | None, k: Tensor) -> No
         raise ValueError(f"steps: expected a whole number from 1 to {MOST_STEPS}, got {steps!r}")
     if log_decay is None:
         return
-    check_tensor("log_decay", log_decay, k.shape[:-1])
+    check_tensor("log_decay", log_decay)
+    if log_decay.shape != k.shape[:-1]:
+        expected = f"one a token and key head, {tuple(k.shape[:-1])}"
+        raise ValueError(f"log_decay: expected {expected}, got {tuple(log_decay.shape)}")
     same_device(k, log_decay=log_decay)
     if looked_at(log_decay) and log_decay.numel() and not torch.compiler.is_compiling():
         largest = log_decay.detach().max().item()

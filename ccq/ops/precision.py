@@ -15,6 +15,10 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def high(x: Tensor) -> Tensor:
+    return x.to(stats_dtype(x.dtype))
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager:
     """Autocast would turn the products of the statistics into half precision."""
     kind = x.device.type
@@ -40,11 +44,11 @@ def _no_tf32(x: Tensor):
 
 def inv_norm(x: Tensor) -> Tensor:
     """1 / |x| over the last axis, in the precision of the statistics."""
-    return torch.rsqrt(x.to(stats_dtype(x.dtype)).square().sum(-1, keepdim=True) + EPS)
+    return torch.rsqrt(high(x).square().sum(-1, keepdim=True) + EPS)
 
 
 def unit(x: Tensor) -> Tensor:
-    return x.to(stats_dtype(x.dtype)) * inv_norm(x)
+    return high(x) * inv_norm(x)
 
 
 def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import TOLERANCE, assert_close
 
 from ccq.mixers import fused_gates
-from ccq.mixers.gated_deltanet import log_decay
+from ccq.mixers.linear_attention import log_decay
 
 
 def test_gates_are_those_of_plain_pytorch(nan_in_fresh_memory):
