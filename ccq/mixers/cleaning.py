@@ -206,7 +206,7 @@ class QueryCleaner(Owner):
         beta: Tensor | None = None,
         scale: float | None = None,
     ) -> Float[Tensor, "B T Hv V"]:
-        """Cleaning, then write and read of all tokens, as `step` has it for one: what `Mixer.run` needs."""
+        """Cleaning, then write and read: of all tokens, or without `seqs` of one more, [B, H, K]. As `Mixer.run`."""
         if seqs is None:
             return self.step(raw, q, k, v, state, g, beta, scale)
         q, k, covariance = self(raw, q, k, seqs, state, new is not None, g)
@@ -218,24 +218,11 @@ class QueryCleaner(Owner):
                 new["covariance"] = covariance
         return o
 
-    def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
-        return q - (self.current_key[:, None] * k).to(q.dtype) if self.current_key_read else q
-
     def step(
-        self,
-        raw: Float[Tensor, "B H K"],
-        q: Float[Tensor, "B H F"],
-        k: Float[Tensor, "B H F"],
-        v: Float[Tensor, "B Hv V"],
-        state: LayerState,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Float[Tensor, "B Hv V"]:
-        """Gate, cleaning, write and read of one token, in place: what `gate`, `forward` and the recurrence do.
-
-        They are one call because the states' traffic is what a step costs.
-        """
+        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LayerState, g: Tensor | None = None,
+        beta: Tensor | None = None, scale: float | None = None,
+    ) -> Float[Tensor, "B Hv V"]:  # fmt: skip
+        """`mix` of one token, in place. It is one call because the states' traffic is what a step costs."""
         if not self.plain:  # else the step makes them unit
             q, k = self.prepare(q, k)
         cleaning = None
@@ -263,6 +250,9 @@ class QueryCleaner(Owner):
             self.without_current_key(q, k), k, v, state["recurrent"], g, beta, scale,
             unit_qk=self.plain and self.unit_qk, cleaning=cleaning, backend=self.backend,
         )  # fmt: skip
+
+    def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
+        return q - (self.current_key[:, None] * k).to(q.dtype) if self.current_key_read else q
 
     def new_state(self, n: int, device: torch.device | str | None, dtype: torch.dtype) -> LayerState:
         """{"covariance": zeros} where a covariance is kept, {} elsewhere."""

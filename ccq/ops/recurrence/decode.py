@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ccq.ops import checks
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean.gating import Gate, gate
+from ccq.ops.clean import clean_query_step
+from ccq.ops.clean.library import Gate, gate
 from ccq.ops.clean.reference import FUSED, Read
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.clean.step import clean_query_step
 from ccq.ops.precision import unit
 
 
