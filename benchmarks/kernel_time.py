@@ -34,8 +34,6 @@ CLASSES = (
 MODULES = {  # the first that a module's name begins with
     "ccq.ops.clean": "cleaning",
     "ccq.ops.recurrence": "recurrence",
-    "ccq.mixers.fused_conv": "convolution",
-    "ccq.mixers.fused_linear": "weight products",
     "fla.ops": "recurrence",
     "fla.modules.conv": "convolution",
     "fla.modules.causal_conv1d": "convolution",
@@ -51,6 +49,9 @@ NAMES = {  # of kernels that nobody here wrote
 }
 
 
+OWN = {"conv_step_kernel": "convolution", "project_kernel": "weight products", "swiglu_kernel": "weight products"}
+
+
 def own_kernels() -> dict[str, str]:
     """The class of every Triton kernel that is imported, by its name."""
     found = {}
@@ -62,7 +63,7 @@ def own_kernels() -> dict[str, str]:
             while hasattr(kernel, "fn"):  # what compiles, tunes and specialises it
                 kernel = kernel.fn
             if getattr(kernel, "__module__", None) == name and hasattr(kernel, "__name__"):
-                found[kernel.__name__] = kind
+                found[kernel.__name__] = OWN.get(kernel.__name__, kind)
     return found
 
 

@@ -114,9 +114,9 @@ def step_together(
 ) -> list[Tensor]:
     """`step` of convolutions of one width, without bias if several, whose channels follow each other in one state."""
     if choose("conv_step", Call(xs[0].device, xs[0].dtype), backend) == "triton":
-        from ccq.mixers import fused_conv  # imports Triton
+        from ccq.mixers import kernels  # imports Triton
 
-        return fused_conv.step(xs, state, [conv.weight for conv in convs], convs[0].bias, convs[0].silu)
+        return kernels.conv_step(xs, state, [conv.weight for conv in convs], convs[0].bias, convs[0].silu)
     ys = []
     for conv, x, past in zip(convs, xs, state.split([x.shape[-1] for x in xs], 1), strict=True):
         high = stats_dtype(x.dtype)

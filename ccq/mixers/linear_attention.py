@@ -63,9 +63,9 @@ class GatedLinearAttention(KeyValueMixer):
         (low,) = projected
         last: nn.Linear = self.gk_proj[1]  # type: ignore[assignment]
         if choose("linear", few_rows(low, [last]), self.config.backend) == "triton":
-            from ccq.mixers import fused_gates  # imports Triton
+            from ccq.mixers import kernels  # imports Triton
 
-            g = fused_gates.low_rank_decay(low, last.weight, last.bias, self.normalizer)
+            g = kernels.low_rank_decay(low, last.weight, last.bias, self.normalizer)
             return g.unflatten(-1, (self.heads, -1)), None
         raw = last(low).unflatten(-1, (self.heads, -1))
         if fused(raw):
@@ -124,9 +124,9 @@ class GatedDeltaNet(KeyValueMixer):
         a, b = projected
         call = Call(a.device, a.dtype, unwatched=unwatched(a))
         if a.numel() and choose("decay", call, self.config.backend) == "triton":
-            from ccq.mixers import fused_gates  # imports Triton
+            from ccq.mixers import kernels  # imports Triton
 
-            return fused_gates.gates(a, b, self.A_log, self.dt_bias)
+            return kernels.gates(a, b, self.A_log, self.dt_bias)
         return log_decay(a, self.A_log, self.dt_bias)[0], high(b).sigmoid()
 
 
