@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ccq.bench import systems
-from ccq.bench.results import run
+from ccq.bench.results import model_parser, random_model, tokens, write
 from ccq.systems import recipe_name
+from ccq.tables import LiveTable
 
 CLASSES = (
     "weight products",
@@ -149,16 +149,16 @@ def training(system: str, args) -> Iterator[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def prefill(system: str, args) -> Iterator[Callable[[], Any]]:
-    model = systems.model(system, args.size)
-    prompt = systems.tokens(model, args.batch, args.length)
+    model = random_model(system, args.size)
+    prompt = tokens(model, args.batch, args.length)
     with torch.inference_mode():
         yield lambda: model(prompt, use_cache=True, logits_to_keep=1)
 
 
 @contextlib.contextmanager
 def decode(system: str, args) -> Iterator[Callable[[], Any]]:
-    model = systems.model(system, args.size)
-    prompt = systems.tokens(model, args.batch, 512)
+    model = random_model(system, args.size)
+    prompt = tokens(model, args.batch, 512)
     stream = torch.cuda.Stream()
     with torch.no_grad(), torch.cuda.stream(stream):
         cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
@@ -175,7 +175,7 @@ def decode(system: str, args) -> Iterator[Callable[[], Any]]:
 PARTS = {"train": training, "prefill": prefill, "decode": decode}
 
 
-def measured(args) -> Iterator[dict]:
+def measured(args, table: LiveTable) -> Iterator[dict]:
     for system in args.systems:
         for part in args.parts.split(","):
             with PARTS[part](system, args) as call:
@@ -184,14 +184,18 @@ def measured(args) -> Iterator[dict]:
             gc.collect()
             torch.cuda.empty_cache()
             shape = {"size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16", "options": args.set}
-            print(*(f"{kind} {ms:.2f} ms" for kind, ms in found["ms"].items()), sep=", ")
+            numbers = (found["wall_ms"], found["launches"], *(found["ms"][kind] for kind in CLASSES))
+            table.add(system, part, *(f"{number:.2f}" for number in numbers))
             yield {"system": system, "part": part, **shape, **found}
 
 
 if __name__ == "__main__":
-    options = systems.parser(
+    options = model_parser(
         "kernel-time", __doc__, length=4096, parts=(",".join(PARTS), "of these, with commas between"),
         set=("", "options of the trained model, as conv_size=4"),
         steps=(5, "that are looked at (default: %(default)s)"),
     ).parse_args()  # fmt: skip
-    run(options, "milliseconds of a call", measured(options))
+    with LiveTable("milliseconds by class of kernel", "system", "part", "wall", "launches", *CLASSES) as table:
+        found = list(measured(options, table))
+    if not options.warm:
+        write(options, {"note": options.note, "rows": found})

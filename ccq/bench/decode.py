@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ccq.bench import systems
+from ccq.bench.results import COMPARED, model_parser, run_models, tokens
 from ccq.bench.tables import BATCH, RANGE, beside, noted, over, quoted, row_kind, spread
 from ccq.bench.timing import graph_time, wall_time
 from ccq.report.collect import Collection
@@ -32,7 +32,7 @@ def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
 
 
 def measure(system: str, model, args) -> dict:
-    prompt = systems.tokens(model, args.batch, args.prompt)
+    prompt = tokens(model, args.batch, args.prompt)
     generate_seconds(model, prompt, 8)  # captures its graph
     if args.warm:
         return {}
@@ -55,8 +55,8 @@ def measure(system: str, model, args) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = systems.parser("decode", __doc__, prompt=512, tokens=128).parse_args(argv)
-    return systems.run(args, "decoding with whole models", measure)
+    args = model_parser("decode", __doc__, prompt=512, tokens=128).parse_args(argv)
+    return run_models(args, "decoding with whole models", measure)
 
 
 def tables(found: Collection) -> list[Table]:
@@ -72,7 +72,7 @@ def tables(found: Collection) -> list[Table]:
         return lambda row, base: (f"{row[value]:.0f}{over(row[value], base and base[value])}", "")
 
     rows = []
-    for system in systems.COMPARED:
+    for system in COMPARED:
         control = {"system": SYSTEMS[system].control}
         at = {"system": system, "size": "1.3b", "B": BATCH}
         line = [

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ccq.bench import systems
-from ccq.bench.results import run
+from ccq.bench.results import model_parser, random_model, run
 from ccq.bench.tables import newest, noted, timed
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import RequestSet
@@ -24,7 +23,7 @@ from ccq.systems import SYSTEMS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser(
+    parser = model_parser(
         "eval", __doc__, suites="lm,niah", contexts=(1000, "that are scored both ways (default: %(default)s)")
     )
     parser.set_defaults(systems=("ccq-gla",), size="500m")
@@ -40,7 +39,7 @@ def measured(args) -> Iterator[dict]:
             longest_first = sorted(asked.requests, key=lambda r: -r.length)
             asked.requests = longest_first[:: max(1, len(asked.requests) // 512)]
         most = max(asked.tokens.max().item() + 1, 32_000)
-        model = systems.model(system, args.size, vocab_size=int(most))
+        model = random_model(system, args.size, vocab_size=int(most))
         row = {"system": system, "size": args.size, "suite": suite, "dtype": "bfloat16"} | answer(model, asked)
         if not args.warm:
             row["both_ways"] = both_ways(model, asked, args.contexts)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ccq.bench import systems
+from ccq.bench.results import model_parser, run_models, tokens
 from ccq.bench.timing import wall_time
 from ccq.report.paper import numbers_of
 
 
 @torch.inference_mode()
 def measure(system: str, model, args) -> dict:
-    prompt = systems.tokens(model, args.batch, args.length)
+    prompt = tokens(model, args.batch, args.length)
     torch.cuda.reset_peak_memory_stats()
     repeats, warmup = (1, 0) if args.warm else (10, 3)
     timing = wall_time(lambda: model(prompt, use_cache=True, logits_to_keep=1), repeats, warmup)
@@ -27,5 +27,5 @@ def measure(system: str, model, args) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = systems.parser("prefill", __doc__, length=4096).parse_args(argv)
-    return systems.run(args, "prefill of whole models", measure)
+    args = model_parser("prefill", __doc__, length=4096).parse_args(argv)
+    return run_models(args, "prefill of whole models", measure)

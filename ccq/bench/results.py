@@ -1,20 +1,22 @@
-"""How a benchmark runs, where it writes what it measures, and where that is found."""
+"""How a benchmark runs, with whole models where it needs them; where it writes what it measures, and where that is."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ccq.files import write_json
-from ccq.names import slug
+from ccq.names import nearest, slug
 from ccq.provenance import provenance
+from ccq.systems import SYSTEMS, compared
 from ccq.tables import LiveTable
 
+COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
 WARM = (False, "only compile and tune, write nothing")
@@ -79,3 +81,54 @@ def write(args: argparse.Namespace, content: dict) -> None:
     path = args.out or OWN / f"{slug(args.kind)}_{gpu}.json"
     write_json(path, {**provenance(), **content})
     print(f"Wrote {path}")
+
+
+def model_parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
+    """The options that benchmarks of whole models share, and others."""
+    parser = make_parser(kind, about, size="1.3b", batch=8, warm=WARM, note=NOTE, **options)
+    parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
+    return parser
+
+
+def run_models(args: argparse.Namespace, title: str, measure: Callable[..., dict]) -> int:
+    """Benchmark every system: `measure(system, model, args)` gives its row, which is compared with the backbone's.
+
+    With --warm it is asked to compile, and what it gives is dropped.
+    """
+
+    def rows() -> Iterator[dict]:
+        for system in args.systems:
+            row = {"system": system, "size": args.size, "B": args.batch, "dtype": "bfloat16"}
+            row |= measure(system, random_model(system, args.size), args)
+            torch.cuda.empty_cache()
+            if not args.warm:
+                yield row
+
+    return run(args, title, rows(), lambda row: {"system": SYSTEMS[row["system"]].family})
+
+
+def random_model(system: str, size: str, **changes):
+    """A preset in bf16 on the GPU, with random weights."""
+    from ccq.model import CCQConfig, CCQForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}", **changes)).bfloat16().eval()
+
+
+def tokens(made, batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return torch.randint(made.config.vocab_size, (batch, length), device="cuda", generator=generator)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Names of systems with commas between, of recipes too.
+
+    >>> listed("gla,ccq_gla")
+    ('gla', 'ccq-gla')
+    """
+    names = tuple(name.replace("_", "-") for name in text.split(","))
+    for name in names:
+        if name not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"there is no {name!r}.{nearest(name, tuple(SYSTEMS))}")
+    return names

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ccq.bench.results import make_parser, run
-from ccq.bench.systems import COMPARED, listed
+from ccq.bench.results import COMPARED, listed, make_parser, run
 from ccq.bench.tables import beside, newest, noted, over, quoted, row_kind
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
