@@ -5,9 +5,12 @@ B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key si
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from beartype import beartype
@@ -383,3 +386,12 @@ def pack(path):
 
     path.with_name(path.name + ".zst").write_bytes(zstandard.compress(path.read_bytes()))
     path.unlink()
+
+
+def benchmark(name: str):
+    """A script of benchmarks/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,5 +1,4 @@
 import doctest
-import importlib.util
 import json
 import re
 import statistics
@@ -7,20 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import benchmark
 from torch.utils.flop_counter import FlopCounterMode
 
 from ccq.bench import results
 from ccq.ops.clean import chunk
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "operator_cpu.py"
-
 
 @pytest.fixture(scope="module")
 def operator_cpu():
-    spec = importlib.util.spec_from_file_location("operator_cpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("operator_cpu")
 
 
 def test_flop_formulas_are_what_the_chunkwise_backend_does(operator_cpu):
@@ -65,10 +60,7 @@ def test_results_lie_beside_the_user_under_the_name_of_the_gpu(kind, gpu, file, 
 
 
 def test_kernels_are_told_apart_and_what_runs_at_once_counts_once():
-    spec = importlib.util.spec_from_file_location("kernel_time", SCRIPT.with_name("kernel_time.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert doctest.testmod(module) == (0, 3)
+    assert doctest.testmod(benchmark("kernel_time")) == (0, 3)
 
 
 def test_what_the_docs_say_of_training_on_is_what_was_measured():
@@ -99,9 +91,7 @@ def two_sided(values):
 
 
 def test_the_script_of_training_on_works(monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("continue_tiny", SCRIPT.with_name("continue_tiny.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = benchmark("continue_tiny")
     monkeypatch.setattr("sys.argv", ["continue_tiny.py", "--quick"])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of this process, for other tests
     module.main()
