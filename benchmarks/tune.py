@@ -141,7 +141,7 @@ def tune(
         for (stage, _, config, *_), failure in sorted(jobs, key=lambda job: str(job[0])):  # states are used again
             row = {"pass": name, "BK": block_k, "B": batch, "stage": stage, **asdict(config), "failure": failure}
             if failure is None:
-                us = 1e3 * graph_time(getattr(case, stage)(name, config), inner=5, repeats=5, warmup=1).median
+                us = 1e3 * graph_time(getattr(case, stage)(name, config), inner=5, repeats=5, warmup=1)["median"]
                 timed[stage].append((us, config))
                 row["us"] = us
             rows.append(row)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench.results import COMPARED, model_parser, run_models, tokens
-from ccq.bench.tables import BATCH, RANGE, beside, noted, over, quoted, row_kind, spread
+from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted, row_kind, spread
 from ccq.bench.timing import graph_time, wall_time
 from ccq.report.collect import Collection
 from ccq.report.paper import load, numbers_of
@@ -47,8 +47,8 @@ def measure(system: str, model, args) -> dict:
 
         step, plain = graph_time(call, inner=2, repeats=20), wall_time(call)
     return {
-        "prompt": args.prompt, "step_ms": step._asdict(), "plain_ms": plain._asdict(),
-        "step_tok_s": 1e3 * args.batch / step.median,
+        "prompt": args.prompt, "step_ms": step, "plain_ms": plain,
+        "step_tok_s": 1e3 * args.batch / step["median"],
         "generate_tok_s": args.batch * args.tokens / (long - short),
         "paper_tok_s": next(iter(numbers_of("inference", system)[1:]), None),
     }  # fmt: skip
@@ -64,23 +64,16 @@ def tables(found: Collection) -> list[Table]:
     prefills, decodes = found.of("bench", "prefill"), found.of("bench", "decode")
     told = load().tables["inference"]
 
-    def milliseconds(row: dict, base: dict | None) -> tuple[str, str]:
-        text, small = spread(row["wall_ms"], digits=0)
-        return text + over(row["wall_ms"]["median"], base and base["wall_ms"]["median"]), small
-
-    def rate(value: str):
-        return lambda row, base: (f"{row[value]:.0f}{over(row[value], base and base[value])}", "")
-
     rows = []
     for system in COMPARED:
         control = {"system": SYSTEMS[system].control}
         at = {"system": system, "size": "1.3b", "B": BATCH}
         line = [
             quoted("inference", system, "4K prefill, ms"),
-            beside(prefills, milliseconds, control, **at, T=4096),
+            beside(prefills, changed("wall_ms"), control, **at, T=4096),
             quoted("inference", system, "decode, tokens/s"),
-            *(beside(decodes, rate(value), control, **at) for value in ("generate_tok_s", "step_tok_s")),
-            beside(decodes, lambda row, base: spread(row["step_ms"]), control, **at),
+            *(beside(decodes, changed(key), control, **at) for key in ("generate_tok_s", "step_tok_s")),
+            beside(decodes, lambda row, _: spread(row["step_ms"]), control, **at),
         ]
         rows.append(Row(Cell(SYSTEMS[system].label), line, row_kind(system)))
     both, notes = [*prefills, *decodes], []

@@ -100,8 +100,8 @@ def measured(args) -> Iterator[dict]:
                 moved = layer.bytes(variant in ("ours", "projected"))
                 yield {
                     "backbone": backbone, "variant": variant, "B": batch, "H": args.heads, "K": args.key_size,
-                    "V": args.value_size, "dtype": "bfloat16", "ms": timing._asdict(), "bytes": moved,
-                    "byte_per_s": moved / (1e-3 * timing.median), "copies": layer.copies,
+                    "V": args.value_size, "dtype": "bfloat16", "ms": timing, "bytes": moved,
+                    "byte_per_s": moved / (1e-3 * timing["median"]), "copies": layer.copies,
                 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def measured(args) -> Iterator[dict]:
                     continue
                 yield {
                     "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16", "pass": name,
-                    "graph_ms": graph_time(call, inner=3)._asdict(), "wall_ms": wall_time(call)._asdict(),
+                    "graph_ms": graph_time(call, inner=3), "wall_ms": wall_time(call),
                     "peak_bytes": peak_memory(call), "paper_ms": paper_ms(backbone, variant, name, length),
                 }  # fmt: skip
 

@@ -38,8 +38,8 @@ def measure_ceilings() -> dict[str, float]:
     x = torch.randn(2**28, device="cuda")
     y = torch.empty_like(x)
     return {
-        "flop_per_s": 2 * 8192**3 / (1e-3 * graph_time(lambda: a @ b, inner=3).median),
-        "byte_per_s": 2 * x.nbytes / (1e-3 * graph_time(lambda: torch.add(x, 1.0, out=y), inner=3).median),
+        "flop_per_s": 2 * 8192**3 / (1e-3 * graph_time(lambda: a @ b, inner=3)["median"]),
+        "byte_per_s": 2 * x.nbytes / (1e-3 * graph_time(lambda: torch.add(x, 1.0, out=y), inner=3)["median"]),
     }
 
 
@@ -103,7 +103,7 @@ def measured(args, ceilings: dict[str, float]) -> Iterator[dict]:
                 floor = floor_seconds(batch * length * args.heads, args.key_size, bool(backward), ceilings)
                 yield {
                     "name": name, "pass": PASSES[backward], "B": batch, "T": length, "H": args.heads,
-                    "K": args.key_size, "dtype": "bfloat16", "ms": graph_time(call, inner=3)._asdict(),
+                    "K": args.key_size, "dtype": "bfloat16", "ms": graph_time(call, inner=3),
                     "floor_ms": 1e3 * floor,
                 }  # fmt: skip
 

@@ -21,7 +21,7 @@ def measure(system: str, model, args) -> dict:
     repeats, warmup = (1, 0) if args.warm else (10, 3)
     timing = wall_time(lambda: model(prompt, use_cache=True, logits_to_keep=1), repeats, warmup)
     return {
-        "T": args.length, "wall_ms": timing._asdict(), "peak_bytes": torch.cuda.max_memory_allocated(),
+        "T": args.length, "wall_ms": timing, "peak_bytes": torch.cuda.max_memory_allocated(),
         "paper_ms": next(iter(numbers_of("inference", system)), None),
     }  # fmt: skip
 

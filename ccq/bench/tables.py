@@ -86,13 +86,20 @@ def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
     )
 
 
+def changed(key: str, form: str = ".0f") -> Callable[[dict, dict | None], tuple[str, str]]:
+    """For `beside`: a value of a row, of timings the median and below it the range; in brackets what CCQ changes."""
+
+    def shown(row: dict, control: dict | None) -> tuple[str, str]:
+        mine, its = (x and (x[key]["median"] if isinstance(x[key], dict) else x[key]) for x in (row, control))
+        timing = row[key] if isinstance(row[key], dict) else None
+        small = timing and f"{timing['low']:{form}}–{timing['high']:{form}}"
+        return f"{mine:{form}}" + (f" ({change(mine / its)})" if its else ""), small or ""
+
+    return shown
+
+
 def row_kind(system: str) -> str:
     return "ours" if SYSTEMS[system].options.get("clean") else ""
-
-
-def over(value: float, control: Any) -> str:
-    """What CCQ changes, in brackets."""
-    return "" if control is None else f" ({change(value / control)})"
 
 
 @dataclass(frozen=True)

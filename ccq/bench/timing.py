@@ -5,23 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-
-class Timing(NamedTuple):
-    """Milliseconds: median, and the quantiles that hold the middle 60%."""
-
-    median: float
-    low: float
-    high: float
+Timing = dict[str, float]  # milliseconds: median, and the quantiles that hold the middle 60%
 
 
 def summarise(samples: list[float]) -> Timing:
     ordered = sorted(samples)
-    last = len(ordered) - 1
-    return Timing(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+    return {"median": statistics.median(ordered), "low": low, "high": high}
 
 
 def graph_time(call: Callable[[], object], inner: int = 10, repeats: int = 10, warmup: int = 3) -> Timing:

@@ -5,7 +5,6 @@ The trainer's own step: bf16 weights, fp32 masters, forward, backward, clipping,
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ccq.bench.results import COMPARED, listed, make_parser, run
-from ccq.bench.tables import beside, newest, noted, over, quoted, row_kind
+from ccq.bench.tables import beside, changed, newest, noted, quoted, row_kind
 from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
@@ -45,8 +44,8 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
             samples.append(1e3 * (time.perf_counter() - begin))
     timing = summarise(samples)
     return {
-        "step_ms": timing._asdict(),
-        "tokens_per_second": 1e3 * tokens / timing.median,
+        "step_ms": timing,
+        "tokens_per_second": 1e3 * tokens / timing["median"],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
@@ -103,10 +102,9 @@ def tables(found: Collection) -> list[Table]:
     for system in (*COMPARED, "transformer"):
         cells = []
         for column, key, form in zip(told.columns, ("tokens_per_second", "peak_gib"), (",.0f", ".1f"), strict=True):
-            shown = functools.partial(compared, key, form)
             at = {"system": system, "size": "1.3b", "length": 4096}
             cells.append(quoted("training", system, column.heading))
-            cells.append(beside(sources, shown, {"system": SYSTEMS[system].control}, **at))
+            cells.append(beside(sources, changed(key, form), {"system": SYSTEMS[system].control}, **at))
         rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
     notes = [
         "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
@@ -120,10 +118,6 @@ def tables(found: Collection) -> list[Table]:
     return made if source is None else [*made, lengths_table(source)]
 
 
-def compared(key: str, form: str, row: dict, control: dict | None) -> tuple[str, str]:
-    return f"{row[key]:{form}}{over(row[key], control and control[key])}", ""
-
-
 def lengths_table(source: Source) -> Table:
     """The numbers of the figure of throughput."""
     first = source.content["rows"][0]
@@ -131,7 +125,7 @@ def lengths_table(source: Source) -> Table:
 
     def shown(row: dict, control: dict | None) -> tuple[str, str]:
         used = "" if row.get("mfu") is None else f"MFU {row['mfu']:.0%}, "
-        return compared("tokens_per_second", ",.0f", row, control)[0], f"{used}{row['peak_gib']:.1f} GiB"
+        return changed("tokens_per_second", ",.0f")(row, control)[0], f"{used}{row['peak_gib']:.1f} GiB"
 
     rows = []
     for system, size in dict.fromkeys((row["system"], row["size"]) for row in source.content["rows"]):

@@ -65,7 +65,8 @@ def mesa(
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K KV"] | None]:
     """Write and read along the sequence; see the equations above. g is at most 0, ridge positive, beta not negative."""
     if q.shape[0] * q.shape[1] == 0:
-        return v * 1, start(initial_state, cu_seqlens, q, v) if output_final_state else None
+        shape = (k.shape[2], k.shape[3] + v.shape[3])
+        return v * 1, memory(initial_state, cu_seqlens, q, *shape) if output_final_state else None
     if steps >= SOLVED and v.shape == k.shape and choose("mesa", Call.of(q)) == "fla":
         from ccq.ops.recurrence import fla
 
@@ -82,7 +83,7 @@ def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
     batch, length, _, size = q.shape
     high, dtype = stats_dtype(q.dtype), v.dtype
     layout = make_layout(batch, length, cu_seqlens, q.device, CHUNK)
-    state = start(initial_state, cu_seqlens, q, v)
+    state = memory(initial_state, cu_seqlens, q, k.shape[2], size + v.shape[3])
     with exact_matmul(q):
         q, k, v, g, beta = (to_chunks(x.to(high), layout) for x in (q, k, v, g[..., None], beta[..., None]))
         up_to = g.cumsum(-2).exp()  # [M, H, C, 1]
@@ -98,11 +99,6 @@ def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
         x = conjugate_gradient(lambda p: read(p, keys, k) + ridge * p, q, steps)
         o = from_chunks(read(x, values, v), layout, batch, length).to(dtype)
         return o, final
-
-
-def start(initial_state: Tensor | None, cu_seqlens: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """A state to begin with, not the caller's own tensor."""
-    return memory(initial_state, cu_seqlens, q, v.shape[2], q.shape[3] + v.shape[3])
 
 
 @torch.no_grad()
