@@ -46,22 +46,35 @@ class Owner(nn.Module):
 
     no_weight_decay: tuple[str, ...] = ()  # which of them weight decay must not touch
 
-    def own(self, name: str, *shape: int) -> None:
-        """Add a parameter, unfilled, in fp32 (fp64 where that is the default dtype)."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: dict[str, Callable[[Tensor], Any] | float] = {}
+
+    def own(self, name: str, *shape: int, start: Callable[[Tensor], Any] | float, decays: bool = False) -> None:
+        """Add a parameter in fp32 (fp64 where that is the default dtype), all `start`, or filled by it in place.
+
+        Weight decay touches it only if it `decays`.
+        """
         parameter = nn.Parameter(torch.empty(*shape, dtype=stats_dtype(torch.get_default_dtype())))
         self.register_parameter(name, parameter)
+        self.starts[name] = start
+        if not decays:
+            self.no_weight_decay += (name,)
+        self.fill(name)
 
-    def fill(self, name: str, function: Callable[[Tensor], Any]) -> None:
-        """Let `function` fill a parameter in place, unless transformers has loaded it."""
-        parameter = getattr(self, name)
+    def fill(self, name: str) -> None:
+        """A parameter as it starts, unless transformers has loaded it."""
+        parameter, start = getattr(self, name), self.starts[name]
         if name in self.no_weight_decay:
             parameter._no_weight_decay = True
         if not getattr(parameter, "_is_hf_initialized", False):
             with torch.no_grad():
-                function(parameter)
+                start(parameter) if callable(start) else parameter.fill_(start)
 
     def reset_parameters(self) -> None:
         """Fill the parameters that this module itself owns."""
+        for name in self.starts:
+            self.fill(name)
 
     def _apply(self, fn, recurse=True):
         for child in self.children() if recurse else ():

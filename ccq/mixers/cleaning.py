@@ -8,7 +8,6 @@ B batch, N sequences (B of them, or packed ones), T tokens, H heads, K size of a
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ccq.mixers.base import LayerState, Owner, Sequences
@@ -66,30 +65,19 @@ class QueryCleaner(Owner):
         self.current_key_read = config.current_key_read
         self.plain = not config.clean and not config.current_key_read
         self.has_gate = self.clean and self.fixed_lam is None
-        self.starts: dict[str, float] = {}  # of the parameters that there are: one number each
         if self.has_gate:
-            self.own("gate_weight", heads, heads * size)
-            self.starts |= {"gate_weight": 0.0, "gate_bias": logit(config.gate_init)}
+            self.own("gate_weight", heads, heads * size, start=0.0, decays=True)
+            self.own("gate_bias", heads, start=logit(config.gate_init), decays=config.decay_gate_bias)
         if self.learned_scale:
-            self.starts["lam_scale"] = 1.0
+            self.own("lam_scale", heads, start=1.0)
         if self.covariance_decay == "learned":
-            self.starts["decay_logit"] = logit(DECAY)
+            self.own("decay_logit", heads, start=logit(DECAY))
         if self.current_key_read:
-            self.starts["current_key"] = config.current_key_init
-        decayed = ("gate_weight", "gate_bias") if config.decay_gate_bias else ("gate_weight",)
-        self.no_weight_decay = tuple(name for name in self.starts if name not in decayed)
-        for name in self.starts:
-            if name != "gate_weight":
-                self.own(name, heads)
+            self.own("current_key", heads, start=config.current_key_init)
         self.record = self.record_angle = False
         self.lam: Tensor | None = None
         self.angle: Tensor | None = None
         self.intervention: Callable[[Tensor], Tensor] | None = None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for name, start in self.starts.items():
-            self.fill(name, functools.partial(nn.init.constant_, val=start))
 
     def gate(self, q: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H"]:
         """lam of the raw query, in fp32."""

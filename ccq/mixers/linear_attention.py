@@ -13,6 +13,7 @@ output gate is of that rank too, and a sigmoid. D hidden size, H heads, F featur
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,6 @@ class DeltaNet(KeyValueMixer):
 @register("gated_deltanet")
 class GatedDeltaNet(KeyValueMixer):
     silu = delta = True
-    no_weight_decay = ("A_log", "dt_bias")
     A_log: Tensor  # [H]
     dt_bias: Tensor  # [H]
     least_rate = 0.0  # exp(A_log) starts between this and 16
@@ -103,18 +103,13 @@ class GatedDeltaNet(KeyValueMixer):
         super().__init__(config, layer)
         decays = self.add_projection(config.hidden_size)
         self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
-        self.own("A_log", self.heads)
-        self.own("dt_bias", decays)
-        self.reset_parameters()
+        self.own("A_log", self.heads, start=functools.partial(log_uniform_, low=self.least_rate))
+        self.own("dt_bias", decays, start=inverse_softplus_of_times_)
 
     def add_projection(self, hidden: int) -> int:
         """Add what the decays are made from; how many there are."""
         self.a_proj = nn.Linear(hidden, self.heads, bias=False)
         return self.heads
-
-    def reset_parameters(self) -> None:
-        self.fill("A_log", lambda a: log_uniform_(a, self.least_rate, 16.0))
-        self.fill("dt_bias", inverse_softplus_of_times_)
 
     @property
     def writers(self) -> list[nn.Linear]:
@@ -158,9 +153,9 @@ def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor
     return -A_log.to(x.dtype).exp() * dt, dt
 
 
-def log_uniform_(x: Tensor, low: float, up: float) -> None:
-    """log of a uniform number."""
-    nn.init.uniform_(x, low, up).clamp_(min=1e-6).log_()  # the draw may be 0, and its log must be finite
+def log_uniform_(x: Tensor, low: float) -> None:
+    """log of a uniform number between `low` and 16."""
+    nn.init.uniform_(x, low, 16.0).clamp_(min=1e-6).log_()  # the draw may be 0, and its log must be finite
 
 
 def inverse_softplus_of_times_(x: Tensor, least: float = 1e-3, most: float = 0.1) -> None:

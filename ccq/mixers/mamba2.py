@@ -11,6 +11,7 @@ B batch, N sequences (B of them, or packed ones), T tokens, H heads (in G groups
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 @register("mamba2")
 class Mamba2(RecurrentMixer):
-    no_weight_decay = ("A_log", "dt_bias", "D")
     A_log: Tensor  # [H]
     dt_bias: Tensor  # [H]
     D: Tensor  # [H]
@@ -48,14 +48,9 @@ class Mamba2(RecurrentMixer):
         self.cleaner = QueryCleaner(config, self.groups, self.state_size)
         self.norm = GatedRMSNorm(self.inner, config.norm_eps, gate_first=True, groups=self.groups)
         self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
-        for name in self.no_weight_decay:
-            self.own(name, self.heads)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.fill("A_log", lambda a: log_uniform_(a, 1.0, 16.0))
-        self.fill("dt_bias", inverse_softplus_of_times_)
-        self.fill("D", nn.init.ones_)
+        self.own("A_log", self.heads, start=functools.partial(log_uniform_, low=1.0))
+        self.own("dt_bias", self.heads, start=inverse_softplus_of_times_)
+        self.own("D", self.heads, start=1.0)
 
     @property
     def widths(self) -> list[int]:

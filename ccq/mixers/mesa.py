@@ -31,7 +31,6 @@ START = math.log(math.expm1(1 - LEAST))  # softplus(START) + LEAST = 1
 @register("mesa")
 class Mesa(KeyValueMixer):
     convolved = 2
-    no_weight_decay = ("lambda_params",)
     lambda_params: Tensor  # [H * F]
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
@@ -39,11 +38,7 @@ class Mesa(KeyValueMixer):
         self.cg_steps = config.cg_steps
         self.a_proj = nn.Linear(config.hidden_size, self.heads)
         self.b_proj = nn.Linear(config.hidden_size, self.heads)
-        self.own("lambda_params", self.heads * self.features)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.fill("lambda_params", lambda x: nn.init.constant_(x, START))
+        self.own("lambda_params", self.heads * self.features, start=START)
 
     @property
     def writers(self) -> list[nn.Linear]:
