@@ -115,13 +115,15 @@ def implementation(op: str, q: Tensor, backend: str) -> ModuleType:
 
 
 Layout = list[tuple[Sequence[int], torch.dtype]]  # shapes and dtypes of results
+NONE = (0,)  # the shape of one that nobody asked for
 
 
 def complete(layout: Layout, like: Tensor, given: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
-    """The results, unfilled where none is given: made only then, so that no memory is taken twice."""
+    """The results, unfilled where none is given or asked for: made only then, so that no memory is taken twice."""
     given = [None] * len(layout) if given is None else given
     return tuple(
-        like.new_empty(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in zip(given, layout, strict=True)
+        like.new_empty(shape, dtype=dtype) if x is None or shape == NONE else x
+        for x, (shape, dtype) in zip(given, layout, strict=True)
     )
 
 
@@ -134,16 +136,16 @@ def outputs(
     batch, _, heads, size = k.shape
     n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     cleans = lam is not None or weight is not None
-    count_out = (((n,), torch.int64) if log_decay is None else ((n, heads), high)) if final else ((0,), torch.int64)
+    count_out = (((n,), torch.int64) if log_decay is None else ((n, heads), high)) if final else (NONE, torch.int64)
     return [
         (q.shape, q.dtype if cleans else high),
-        (k.shape if normalize == "unit" else (0,), k.dtype),
-        (k.shape[:-1] if normalize != "none" else (0,), high),
-        (q.shape[:-1] if centred else (0,), high),
-        ((0,) if weight is None else q.shape[:-1], high),
-        (q.shape if keep_y and cleans and step == "projected" else (0,), kept_dtype(q.dtype)),
-        ((n, heads, size, size) if final else (0,), high),
-        ((n, heads, size) if final else (0,), high),
+        (k.shape if normalize == "unit" else NONE, k.dtype),
+        (k.shape[:-1] if normalize != "none" else NONE, high),
+        (q.shape[:-1] if centred else NONE, high),
+        (NONE if weight is None else q.shape[:-1], high),
+        (q.shape if keep_y and cleans and step == "projected" else NONE, kept_dtype(q.dtype)),
+        ((n, heads, size, size) if final else NONE, high),
+        ((n, heads, size) if final else NONE, high),
         count_out,
     ]
 
@@ -177,17 +179,8 @@ def _clean_query(*arguments):
     out, k_bar, k_rnorm, means, y, *state, weights = module.forward(
         q, k, lam, log_decay, Past(*past), how, final, keep_y
     )
-    given = (
-        out,
-        k_bar if normalize == "unit" else None,
-        k_rnorm if normalize != "none" else None,
-        means,
-        None if weight is None else lam,
-        y if keep_y else None,
-        *(state if final else (None, None)),
-        (final_count(q, count, cu_seqlens) if log_decay is None else weights) if final else None,
-    )
-    return complete(layout, q, given)
+    seen = weights if log_decay is not None or not final else final_count(q, count, cu_seqlens)
+    return complete(layout, q, (out, k_bar, k_rnorm, means, lam, y, *state, seen))
 
 
 def _clean_query_backward(*arguments):
@@ -207,8 +200,6 @@ def _clean_query_backward(*arguments):
     if weight is not None:
         assert lam is not None  # the gate's
         dq, *d_gate = run_gate_backward(dlam, q, weight, lam, backend, dq)
-    # those that nobody asked for may be there
-    found = [None if shape == (0,) else x for x, (shape, _) in zip(found, layout[3:7], strict=True)]
     return complete(layout, q, (dq, dk, dlam, *found, *d_gate))
 
 
@@ -221,13 +212,13 @@ def gradients(
     return [
         (q.shape, q.dtype),
         (k.shape, k.dtype),
-        ((0,), high) if lam is None else (lam.shape, lam.dtype),
-        ((0,) if second_moment is None else second_moment.shape, high),
-        ((0,) if key_sum is None else key_sum.shape, high),
-        (count.shape if weighs else (0,), high),
-        (log_decay.shape if decays and log_decay is not None else (0,), high),
-        ((0,) if weight is None else weight.shape, high),
-        ((0,) if weight is None else weight.shape[:1], high),
+        (NONE, high) if lam is None else (lam.shape, lam.dtype),
+        (NONE if second_moment is None else second_moment.shape, high),
+        (NONE if key_sum is None else key_sum.shape, high),
+        (count.shape if weighs else NONE, high),
+        (log_decay.shape if decays and log_decay is not None else NONE, high),
+        (NONE if weight is None else weight.shape, high),
+        (NONE if weight is None else weight.shape[:1], high),
     ]
 
 
