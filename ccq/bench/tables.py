@@ -58,11 +58,9 @@ def timed(text: str, small: str = "", source: Source | None = None) -> Cell:
 
 
 def beside(
-    sources: list[Source],
-    shown: Callable[[dict, dict | None], tuple[str, str]],
-    control: Mapping[str, object],
+    sources: list[Source], shown: Callable[[dict, dict | None], tuple[str, str]], control: Mapping[str, object],
     **wanted: object,
-) -> Cell:
+) -> Cell:  # fmt: skip
     """Text and small print that `shown` makes of the newest row with these values, and of its control's: the one that
     differs by `control`."""
     mine = find(sources, **wanted)

@@ -169,12 +169,9 @@ def _turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch
 
 
 def dot_product(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B L Hk K"],
-    v: Float[Tensor, "B L Hk K"],
-    mask: Tensor | None = None,
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B L Hk K"], v: Float[Tensor, "B L Hk K"], mask: Tensor | None = None,
     is_causal: bool = False,
-) -> Float[Tensor, "B T H K"]:
+) -> Float[Tensor, "B T H K"]:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v, where `mask` [B, 1, T, L] is true."""
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -188,11 +185,9 @@ def dot_product(
 
 
 def read(
-    q: Float[Tensor, "N T H K"],
-    k: Float[Tensor, "N L Hk K"],
-    v: Float[Tensor, "N L Hk K"],
+    q: Float[Tensor, "N T H K"], k: Float[Tensor, "N L Hk K"], v: Float[Tensor, "N L Hk K"],
     positions: Int[Tensor, "N T"],
-) -> Float[Tensor, "N T H K"]:
+) -> Float[Tensor, "N T H K"]:  # fmt: skip
     """Queries at `positions` read the buffers up to there."""
     seen = torch.arange(k.shape[1], device=k.device) <= positions[..., None]  # [N, T, L]
     return dot_product(q, k, v, mask=seen[:, None])

@@ -124,15 +124,9 @@ class QueryCleaner(Owner):
         return g if g.ndim == k.ndim else g.unflatten(-1, (k.shape[-2], -1))
 
     def forward(
-        self,
-        raw: Float[Tensor, "B T H K"],
-        q: Float[Tensor, "B T H F"],
-        k: Float[Tensor, "B T H F"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
-        g: Tensor | None = None,
-    ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
+        self, raw: Float[Tensor, "B T H K"], q: Float[Tensor, "B T H F"], k: Float[Tensor, "B T H F"], seqs: Sequences,
+        state: LayerState | None = None, output_state: bool = False, g: Tensor | None = None,
+    ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:  # fmt: skip
         """The query to read with, the key to write with, and the covariance after the last token where asked for.
 
         g is the log-decay of the backbone.
@@ -182,18 +176,10 @@ class QueryCleaner(Owner):
         return torch.rad2deg(2 * torch.asin(((before - after).norm(dim=-1) / 2).clamp(max=1)))
 
     def mix(
-        self,
-        raw: Float[Tensor, "B T H K"],
-        q: Float[Tensor, "B T H F"],
-        k: Float[Tensor, "B T H F"],
-        v: Float[Tensor, "B T Hv V"],
-        seqs: Sequences | None,
-        state: Any,
-        new: LayerState | None,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Float[Tensor, "B T Hv V"]:
+        self, raw: Float[Tensor, "B T H K"], q: Float[Tensor, "B T H F"], k: Float[Tensor, "B T H F"],
+        v: Float[Tensor, "B T Hv V"], seqs: Sequences | None, state: Any, new: LayerState | None,
+        g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    ) -> Float[Tensor, "B T Hv V"]:  # fmt: skip
         """Cleaning, then write and read: of all tokens, or without `seqs` of one more, [B, H, K]. As `Mixer.run`."""
         if seqs is None:
             return self.step(raw, q, k, v, state, g, beta, scale)
@@ -267,17 +253,10 @@ def logit(share: float) -> float:
 
 
 def mean_q(
-    q: Float[Tensor, "B T H F"],
-    k: Float[Tensor, "B T H F"],
-    log_decay: Float[Tensor, "B T H"] | None,
-    *,
-    normalize: str,
-    initial_state: CovarianceState | None,
-    cu_seqlens: Tensor | None = None,
-    output_final_state: bool = False,
-    centred: bool = True,
-    backend: str = "auto",
-) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
+    q: Float[Tensor, "B T H F"], k: Float[Tensor, "B T H F"], log_decay: Float[Tensor, "B T H"] | None, *,
+    normalize: str, initial_state: CovarianceState | None, cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False, **_: object,
+) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:  # fmt: skip
     """As `sigma_q`, with m m^T in the place of Sigma_t, m the mean of the keys so far: y = m (m . q).
 
     The sums of keys and their weights are what linear attention remembers under a key that is always 1. A state has no

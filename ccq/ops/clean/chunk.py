@@ -182,15 +182,9 @@ def following(past: Past, piece: slice, moment: Tensor, total: Tensor, weight: T
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | None,
-    log_decay: Tensor | None,
-    past: Past,
-    how: Read,
-    output_final_state: bool = True,
-    keep_y: bool = True,
-) -> tuple:
+    q: Tensor, k: Tensor, lam: Tensor | None, log_decay: Tensor | None, past: Past, how: Read,
+    output_final_state: bool = True, keep_y: bool = True,
+) -> tuple:  # fmt: skip
     """q_clean (without lam: y, in fp32), k_bar, 1/|k|, m_t, y for a projected step's backward; the final C, s, weight.
 
     What there is none of is None or empty. This backend always has the final state at hand, and so y.

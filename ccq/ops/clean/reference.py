@@ -118,14 +118,9 @@ def step(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor,
-    state: CovarianceState,
-    cu_seqlens: Tensor | None,
-    how: Read,
+    q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState, cu_seqlens: Tensor | None, how: Read,
     log_decay: Tensor | None,
-) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
+) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:  # fmt: skip
     """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], log_decay [B, T, Hk], beginning at `state`.
 
     Returns q_clean, k_bar, the final state, and the correction y by itself.

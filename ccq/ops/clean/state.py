@@ -54,15 +54,9 @@ class CovarianceState:
 
     @classmethod
     def zeros(
-        cls,
-        n: int,
-        heads: int,
-        key_size: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        decayed: bool = False,
-    ) -> CovarianceState:
+        cls, n: int, heads: int, key_size: int, *, dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None, decayed: bool = False,
+    ) -> CovarianceState:  # fmt: skip
         """The state of `n` sequences before their first token; `decayed`: with weights in the place of counts."""
         weights = torch.zeros(n, heads, dtype=dtype, device=device)
         return cls(

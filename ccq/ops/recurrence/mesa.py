@@ -52,17 +52,11 @@ def conjugate_gradient(product: Callable[[Tensor], Tensor], q: Float[Tensor, "*B
 
 
 def mesa(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H"],
-    beta: Float[Tensor, "B T H"],
-    ridge: Float[Tensor, "H K"],
-    steps: int,
-    initial_state: Float[Tensor, "N H K KV"] | None = None,
-    output_final_state: bool = False,
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], v: Float[Tensor, "B T H V"], g: Float[Tensor, "B T H"],
+    beta: Float[Tensor, "B T H"], ridge: Float[Tensor, "H K"], steps: int,
+    initial_state: Float[Tensor, "N H K KV"] | None = None, output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
-) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K KV"] | None]:
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K KV"] | None]:  # fmt: skip
     """Write and read along the sequence; see the equations above. g is at most 0, ridge positive, beta not negative."""
     if q.shape[0] * q.shape[1] == 0:
         shape = (k.shape[2], k.shape[3] + v.shape[3])
@@ -103,15 +97,9 @@ def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
 
 @torch.no_grad()
 def mesa_step(
-    q: Float[Tensor, "B H K"],
-    k: Float[Tensor, "B H K"],
-    v: Float[Tensor, "B H V"],
-    g: Float[Tensor, "B H"],
-    beta: Float[Tensor, "B H"],
-    ridge: Float[Tensor, "H K"],
-    steps: int,
-    state: Float[Tensor, "B H K KV"],
-) -> Float[Tensor, "B H V"]:
+    q: Float[Tensor, "B H K"], k: Float[Tensor, "B H K"], v: Float[Tensor, "B H V"], g: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B H"], ridge: Float[Tensor, "H K"], steps: int, state: Float[Tensor, "B H K KV"],
+) -> Float[Tensor, "B H V"]:  # fmt: skip
     """o_t for one more token of each sequence; the state is updated in place."""
     high = state.dtype
     q, k, values, g, beta = (x.to(high) for x in (q, k, torch.cat([k, v], -1), g, beta))
