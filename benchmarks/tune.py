@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ccq.bench.results import make_parser, write
-from ccq.bench.timing import graph_time
+from ccq.bench.results import graph_time, make_parser, write
 from ccq.ops.choose import Call, hopper_refuses
 from ccq.ops.clean.triton import launch
 from ccq.ops.clean.triton.configs import NAMES, PASSES, TUNED, Config, default

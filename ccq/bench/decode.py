@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ccq.bench.results import COMPARED, model_parser, run_models, tokens
+from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, tokens, wall_time
 from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted, row_kind, spread
-from ccq.bench.timing import graph_time, wall_time
 from ccq.report.collect import Collection
 from ccq.report.paper import load, numbers_of
 from ccq.report.table import Block, Cell, Row, Table, marks

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ccq.bench.op import measure_ceilings
-from ccq.bench.results import make_parser, run
+from ccq.bench.results import graph_time, make_parser, run
 from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, newest, row_kind, spread
-from ccq.bench.timing import graph_time
 from ccq.ops import Cleaning, CovarianceState, decode_step
 from ccq.report.collect import Collection
 from ccq.report.table import Block, Cell, Row, Table, marks

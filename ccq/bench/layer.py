@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
-from ccq.bench.results import NOTE, WARM, make_parser, run
+from ccq.bench.results import NOTE, WARM, graph_time, make_parser, run, wall_time
 from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, find, noted, quoted, row_kind, spread
-from ccq.bench.timing import graph_time, wall_time
 from ccq.report.collect import Collection
 from ccq.report.paper import load
 from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ccq.bench.results import make_parser, run
+from ccq.bench.results import graph_time, make_parser, run
 from ccq.bench.tables import RANGE, newest, noted, spread, timed
-from ccq.bench.timing import graph_time
 from ccq.ops import Gate, clean_query
 from ccq.report.collect import Collection
 from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ccq.bench.results import model_parser, run_models, tokens
-from ccq.bench.timing import wall_time
+from ccq.bench.results import model_parser, run_models, tokens, wall_time
 from ccq.report.paper import numbers_of
 
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ccq.bench.results import COMPARED, listed, make_parser, run
+from ccq.bench.results import COMPARED, listed, make_parser, run, summarise
 from ccq.bench.tables import beside, changed, newest, noted, quoted, row_kind
-from ccq.bench.timing import summarise
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load, numbers_of

@@ -9,10 +9,10 @@ from ccq.mixers.linear_attention import (
     GatedLinearAttention,
     KimiDeltaAttention,
     LinearAttention,
+    Mesa,
     RetNet,
 )
 from ccq.mixers.mamba2 import Mamba2
-from ccq.mixers.mesa import Mesa
 
 __all__ = [
     "MIXERS",

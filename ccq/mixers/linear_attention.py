@@ -6,30 +6,40 @@
     DeltaNet            S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,    beta_t = sigmoid(W_b x_t)
     Gated DeltaNet      the same with exp(g_t) S_{t-1} for S_{t-1},    g_t = -exp(A_log) softplus(W_a x_t + dt_bias)
     KDA                 the same with diag(exp(g_t)) S_{t-1},    W_2 W_1 for W_a
+    MesaNet             [H_t, S_t] = exp(g_t) [H_{t-1}, S_{t-1}] + beta_t k_t [k_t, v_t]^T
+                        o_t = S_t^T x*_t,    (H_t + diag(Lambda)) x*_t = q_t by conjugate gradient
 
 The delta rule replaces what k stored before, instead of adding to it. W_1 is of rank 16 in GLA, of rank V in KDA, whose
-output gate is of that rank too, and a sigmoid. D hidden size, H heads, F features of a key, V value size.
+output gate is of that rank too, and a sigmoid. In MesaNet g_t = logsigmoid(W_a x_t + b_a), beta_t = sigmoid(W_b x_t +
+b_b), and Lambda = softplus(.) + 1/4, one a head and channel, from 1.
+
+D hidden size, H heads, F features of a key, V value size.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.mixers.base import register
+from ccq.mixers.base import LayerState, Sequences, register
 from ccq.mixers.key_value import Gates, KeyValueMixer, low_rank
 from ccq.mixers.linear import few_rows
 from ccq.mixers.norms import fused
 from ccq.ops.choose import Call, choose, unwatched
 from ccq.ops.precision import high, stats_dtype
+from ccq.ops.recurrence.mesa import flops, mesa, mesa_step
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
+
+LEAST = 0.25  # of Lambda, so that the system is never close to singular
+START = math.log(math.expm1(1 - LEAST))  # softplus(START) + LEAST = 1
 
 
 @register("linear_attention")
@@ -144,6 +154,54 @@ class KimiDeltaAttention(GatedDeltaNet):
         a = self.f_proj[1](low).unflatten(-1, (self.heads, -1))
         g, _ = log_decay(a, self.A_log[:, None], self.dt_bias.unflatten(0, (self.heads, -1)))
         return g, high(b).sigmoid()
+
+
+@register("mesa")
+class Mesa(KeyValueMixer):
+    """MesaNet, whose query solves for the keys before it reads. Its state counts H too; values pass no convolution."""
+
+    convolved = 2
+    lambda_params: Tensor  # [H * F]
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.cg_steps = config.cg_steps
+        self.a_proj = nn.Linear(config.hidden_size, self.heads)
+        self.b_proj = nn.Linear(config.hidden_size, self.heads)
+        self.own("lambda_params", self.heads * self.features, start=START)
+
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.a_proj, self.b_proj]
+
+    @property
+    def memory_width(self) -> int:
+        return self.features + self.value_size
+
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
+        a, b = projected
+        return F.logsigmoid(high(a)), high(b).sigmoid()
+
+    @property
+    def ridge(self) -> Float[Tensor, "H F"]:
+        """Lambda."""
+        return (F.softplus(self.lambda_params) + LEAST).unflatten(0, (self.heads, -1))
+
+    def mix(
+        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences | None, state: Any,
+        new: LayerState | None, g: Tensor, beta: Tensor,
+    ) -> Float[Tensor, "*B H V"]:  # fmt: skip
+        q, k = self.cleaner.prepare(q, k)
+        how = (q, k, v, g, beta, self.ridge, self.cg_steps)
+        if seqs is None:
+            return mesa_step(*how, state["recurrent"])
+        o, recurrent = mesa(*how, None if state is None else state["recurrent"], new is not None, seqs.cu_seqlens)
+        if new is not None:
+            new["recurrent"] = recurrent
+        return o
+
+    def memory_flops(self) -> float:
+        return flops(self.heads, self.features, self.value_size, self.cg_steps)
 
 
 def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
