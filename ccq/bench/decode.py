@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, tokens, wall_time
-from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted, row_kind, spread
+from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted, row_kind
 from ccq.report.collect import Collection
 from ccq.report.paper import load, numbers_of
 from ccq.report.table import Block, Cell, Row, Table, marks
@@ -72,7 +72,7 @@ def tables(found: Collection) -> list[Table]:
             beside(prefills, changed("wall_ms"), control, **at, T=4096),
             quoted("inference", system, "decode, tokens/s"),
             *(beside(decodes, changed(key), control, **at) for key in ("generate_tok_s", "step_tok_s")),
-            beside(decodes, lambda row, _: spread(row["step_ms"]), control, **at),
+            beside(decodes, changed("step_ms", ".2f", ratio=None), control, **at),
         ]
         rows.append(Row(Cell(SYSTEMS[system].label), line, row_kind(system)))
     both, notes = [*prefills, *decodes], []

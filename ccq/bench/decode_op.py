@@ -20,7 +20,7 @@ import torch
 
 from ccq.bench.op import measure_ceilings
 from ccq.bench.results import graph_time, make_parser, run
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, newest, row_kind, spread
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, newest, row_kind, times
 from ccq.ops import Cleaning, CovarianceState, decode_step
 from ccq.report.collect import Collection
 from ccq.report.table import Block, Cell, Row, Table, marks
@@ -130,9 +130,7 @@ def tables(found: Collection) -> list[Table]:
         by = {"fla": ", by fla", "unit": ", by ccq"}.get(variant, "")
 
         def cell(row: dict, unit: dict | None, by: str = by) -> tuple[str, str]:
-            text, small = spread(row["ms"], 1e3, 1)
-            if not by and unit is not None:
-                text += f" ({row['ms']['median'] / unit['ms']['median']:.2f}×)"
+            text, small = changed("ms", ".1f", 1e3, ratio=None if by else times)(row, unit)
             return f"{text}, {row['byte_per_s'] / copy:.0%}", small
 
         at = {"backbone": backbone, "variant": variant}

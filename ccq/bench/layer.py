@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ccq.bench import op
 from ccq.bench.results import NOTE, WARM, graph_time, make_parser, run, wall_time
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, find, noted, quoted, row_kind, spread
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, row_kind, times
 from ccq.report.collect import Collection
 from ccq.report.paper import load
 from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks
@@ -139,26 +139,18 @@ def tables(found: Collection) -> list[Table]:
         if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
             continue  # not in the paper, and not run
         name = LAYERS.get((backbone, variant), LAYERS[backbone, "ours"])
-
-        def cell(name: str, length: int, key: str, backbone: str = backbone, variant: str = variant) -> Cell:
-            def shown(row: dict, alone: dict | None) -> tuple[str, str]:
-                text, small = spread(row[key]) if key == "graph_ms" else (f"{row[key] / 2**30:.2f} GiB", "")
-                if alone is not None and variant in CLEANED:
-                    mine, its = (x[key]["median"] if key == "graph_ms" else x[key] for x in (row, alone))
-                    text += f" ({mine / its:.2f}×)"
-                return text, small
-
-            at = {"backbone": backbone, "variant": variant, "T": length, "pass": name}
-            return beside(sources, shown, {"variant": ALONE[backbone]}, **at)
-
+        alone, ratio = {"variant": ALONE[backbone]}, times if variant in CLEANED else None
+        milliseconds = changed("graph_ms", ".2f", ratio=ratio)
+        gigabytes = changed("peak_bytes", ".2f", 2**-30, " GiB", ratio)
         line = []
-        for column in PASSES:
+        for column, length in PASSES:
+            at = {"backbone": backbone, "variant": variant, "T": length, "pass": column}
             known = variant in ("fla", "unit", "ours")
-            told = quoted("layer", name, heading(*column), BACKBONES[backbone]) if known else NOT_IN_PAPER
-            line += [told, cell(*column, "graph_ms")]
+            told = quoted("layer", name, heading(column, length), BACKBONES[backbone]) if known else NOT_IN_PAPER
+            line += [told, beside(sources, milliseconds, alone, **at)]
+        line.append(beside(sources, gigabytes, alone, **at | {"pass": PASSES[0][0], "T": PASSES[0][1]}))
         composed = variant == "composed"
         label = SYSTEMS[name].label + (", composed from fla" if composed else "")
-        line.append(cell(*PASSES[0], "peak_bytes"))
         rows.append(Row(Cell(label), line, "" if composed else row_kind(name)))
     notes = []
     if sources:

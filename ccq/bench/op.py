@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ccq.bench.results import graph_time, make_parser, run
-from ccq.bench.tables import RANGE, newest, noted, spread, timed
+from ccq.bench.tables import RANGE, changed, newest, noted, timed
 from ccq.ops import Gate, clean_query
 from ccq.report.collect import Collection
 from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks
@@ -127,7 +127,7 @@ def tables(found: Collection) -> list[Table]:
     rows = []
     for batch, length in dict.fromkeys((r["B"], r["T"]) for r in source.content["rows"]):
         here = {(r["name"], r["pass"]): r for r in source.content["rows"] if (r["B"], r["T"]) == (batch, length)}
-        times = {key: spread(row["ms"], 1e3, 0) for key, row in here.items()}
+        times = {key: changed("ms", scale=1e3)(row, None) for key, row in here.items()}
         shown = (("ours", PASSES[0]), ("with gate", PASSES[0]), ("ours", PASSES[1]))
         cells = [timed(*times[key], source) if key in times else NOT_RUN for key in shown]
         for name in beside:

@@ -41,12 +41,6 @@ def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
     return None
 
 
-def spread(timing: dict, scale: float = 1.0, digits: int = 2) -> tuple[str, str]:
-    """Median, and the range that the file gives."""
-    median, low, high = (f"{scale * timing[name]:.{digits}f}" for name in ("median", "low", "high"))
-    return median, f"{low}–{high}"
-
-
 def noted(sources: Iterable[Source]) -> str:
     """What whoever measured it has to say of it."""
     notes = dict.fromkeys(source.content["note"] for source in sources if source.content.get("note"))
@@ -78,22 +72,29 @@ def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
     base = load().tables[table].value("1.3b", ratio, heading) if ratio and ratio != system else None
     text = f"{told.value:,.0f}" if told.value and told.value > 1e4 else told.shown
     return Cell(
-        text + (f" ({told.value / base:.2f}×)" if base and told.value else ""),
+        text + (f" ({times(told.value / base)})" if base and told.value else ""),
         kind="paper",
         hover=load().tables[table].where_run,
     )
 
 
-def changed(key: str, form: str = ".0f") -> Callable[[dict, dict | None], tuple[str, str]]:
+def changed(
+    key: str, form: str = ".0f", scale: float = 1.0, unit: str = "", ratio: Callable[[float], str] | None = change
+) -> Callable[[dict, dict | None], tuple[str, str]]:
     """For `beside`: a value of a row, of timings the median and below it the range; in brackets what CCQ changes."""
 
-    def shown(row: dict, control: dict | None) -> tuple[str, str]:
-        mine, its = (x and (x[key]["median"] if isinstance(x[key], dict) else x[key]) for x in (row, control))
-        timing = row[key] if isinstance(row[key], dict) else None
-        small = timing and f"{timing['low']:{form}}–{timing['high']:{form}}"
-        return f"{mine:{form}}" + (f" ({change(mine / its)})" if its else ""), small or ""
+    def shown(row: dict, control: dict | None = None) -> tuple[str, str]:
+        values: list[Any] = [x[key] if x else None for x in (row, control)]
+        mine, its = (x["median"] if isinstance(x, dict) else x for x in values)
+        ends = [f"{scale * row[key][end]:{form}}" for end in ("low", "high")] if isinstance(row[key], dict) else []
+        brackets = f" ({ratio(mine / its)})" if its and ratio else ""
+        return f"{scale * mine:{form}}{unit}{brackets}", "–".join(ends)
 
     return shown
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
 
 
 def row_kind(system: str) -> str:
