@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Mixer, Sequences
 from ccq.ops.choose import Call, choose
-from ccq.ops.precision import stats_dtype
+from ccq.ops.precision import high
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
@@ -67,9 +67,7 @@ class ShortConv(nn.Module):
             rows = (starts + torch.arange(past, device=x.device)).flatten()
             padded = x.new_zeros(1, length + past * seqs.count, channels)
             padded = padded.index_copy(1, tokens, x).index_copy(1, rows, before.flatten(0, 1)[None])
-        high = stats_dtype(x.dtype)
-        weight = self.weight.to(high)
-        padded = padded.to(high)
+        weight, padded = high(self.weight), high(padded)
         y = padded[:, past:] * weight[:, 0, past]
         for i in range(past):
             y = y + padded[:, i : padded.shape[1] - past + i] * weight[:, 0, i]
@@ -119,10 +117,9 @@ def step_together(
         return kernels.conv_step(xs, state, [conv.weight for conv in convs], convs[0].bias, convs[0].silu)
     ys = []
     for conv, x, past in zip(convs, xs, state.split([x.shape[-1] for x in xs], 1), strict=True):
-        high = stats_dtype(x.dtype)
         window = torch.cat([past, x[..., None].to(past.dtype)], -1)
         past.copy_(window[..., 1:])
-        ys.append(conv.finish((window.to(high) * conv.weight.squeeze(1).to(high)).sum(-1), x.dtype))
+        ys.append(conv.finish((high(window) * high(conv.weight.squeeze(1))).sum(-1), x.dtype))
     return ys
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from ccq.ops.chunks import Layout, from_chunks, make_layout, per_chunk, scan, to_chunks
 from ccq.ops.clean.reference import STEPS, Read, prepare, projected_backward
 from ccq.ops.clean.state import weight_of
-from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
+from ccq.ops.precision import exact_matmul, high, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
@@ -250,16 +250,15 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
             outputs.append([*output, d_log_decay])
         *output, d_log_decay = join(outputs[::-1])
         return *output, *after, d_log_decay
-    high = stats_dtype(q.dtype)
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if how.normalize == "unit" else None
-        q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
+        q_read = high(q) if q_rnorm is None else high(q) * q_rnorm
         k_stat = statistics_keys(k, k_rnorm, how.normalize)
-        g, dlam, direct = g.to(high), None, None  # direct: what of the query's gradient does not go through y
-        gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
+        g, dlam, direct = high(g), None, None  # direct: what of the query's gradient does not go through y
+        gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(g.dtype)[..., None]  # dy: as if lam were -1
         if kept is not None:
             assert lam is not None
-            direct, g, dlam = projected_backward(g, q_read, kept.to(high), gate)
+            direct, g, dlam = projected_backward(g, q_read, kept.to(g.dtype), gate)
             dlam, gate = dlam.squeeze(-1).to(lam.dtype), torch.full_like(gate, -1)
 
         keys = chunk_keys(k_stat, log_decay, past)
@@ -307,7 +306,7 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
             d_log_decay = from_chunks(d_log_decay, keys.layout, *k.shape[:2])
         dk = from_chunks(dk + through_s, keys.layout, *k.shape[:2])
         if dk_bar is not None:
-            dk += dk_bar.to(high)
+            dk += dk_bar.to(dk.dtype)
 
         if q_rnorm is not None:
             dq = unit_backward(dq, q_read, q_rnorm)
@@ -354,8 +353,7 @@ def start(k: Tensor, past: Past, weighed: bool) -> tuple[Tensor, Tensor, Tensor 
 
 def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:
     """The keys of the statistics from what the backward is given."""
-    k = k.to(stats_dtype(k.dtype))
-    return k * k_rnorm[..., None] if normalize == "stats" else k
+    return high(k) * k_rnorm[..., None] if normalize == "stats" else high(k)
 
 
 def to_grouped_chunks(x: Tensor, keys: Chunked) -> Tensor:

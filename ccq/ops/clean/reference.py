@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.precision import stats_dtype, unit
+from ccq.ops.precision import high, stats_dtype, unit
 
 # Below this y is rounding: at the first token, and where all keys are equal, the projected step leaves the query alone.
 # A y worth taking away is far above: in trained models |y|^2 is 1e-6 and more.
@@ -65,13 +65,12 @@ def symmetric(x: Tensor) -> Tensor:
 
 def prepare(q: Tensor, k: Tensor, normalize: str) -> tuple[Tensor, Tensor, Tensor]:
     """The query that is cleaned, the key that enters the statistics, and the key k_bar that the backbone writes."""
-    high = stats_dtype(q.dtype)
     if normalize == "unit":
         k_bar = unit(k).to(k.dtype)
-        return unit(q), k_bar.to(high), k_bar  # the statistics see the key that is written: after rounding
+        return unit(q), high(k_bar), k_bar  # the statistics see the key that is written: after rounding
     if normalize == "stats":
-        return q.to(high), unit(k), k
-    return q.to(high), k.to(high), k
+        return high(q), unit(k), k
+    return high(q), high(k), k
 
 
 def absorb(state: CovarianceState, k: Tensor, log_decay: Tensor | None, inplace: bool = False) -> CovarianceState:
