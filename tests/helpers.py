@@ -5,6 +5,7 @@ B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key si
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import sys
@@ -388,6 +389,7 @@ def pack(path):
     path.unlink()
 
 
+@functools.cache
 def benchmark(name: str):
     """A script of benchmarks/, as a module."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py")
