@@ -60,7 +60,7 @@ class Attention(Mixer):
             room, past = longest, torch.zeros(seqs.count, device=x.device, dtype=torch.int64)
         else:
             room, past = state["k"].shape[1] + longest, state["length"]
-        row, index = locate(seqs, tokens, x.device)
+        row, index = seqs.locate(tokens, x.device)
         positions = past[row] + index if seqs.positions is None else seqs.positions
         q, k = rotate(q, positions, room, self.theta), rotate(k, positions, room, self.theta)
         new = {"length": past + (tokens if seqs.cu_seqlens is None else seqs.cu_seqlens.diff())}
@@ -115,15 +115,6 @@ class Attention(Mixer):
     def flops(self, length: int) -> float:
         """Two products with half of the sequence, on the average."""
         return 2 * 2 * self.heads * self.size * (length + 1) / 2
-
-
-def locate(seqs: Sequences, tokens: int, device: torch.device) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """The sequence of each token of a call, and its index there: two tensors that broadcast to [B, T]."""
-    index = torch.arange(tokens, device=device)[None]
-    if seqs.cu_seqlens is None:
-        return torch.arange(seqs.count, device=device)[:, None], index
-    row = torch.searchsorted(seqs.cu_seqlens, index, right=True) - 1
-    return row, index - seqs.cu_seqlens[row]
 
 
 def rotate(x: Float[Tensor, "B T H K"], positions: Tensor | None, room: int, theta: float) -> Float[Tensor, "B T H K"]:
@@ -202,7 +193,7 @@ def packed_attention(
     if choose("packed_attention", Call.of(q)) == "flash":
         return flash(q, k, v, seqs.cu_seqlens, tokens if seqs.longest is None else seqs.longest)
     if torch.compiler.is_compiling():  # it cannot take the sequences apart
-        row, index = locate(seqs, tokens, q.device)
+        row, index = seqs.locate(tokens, q.device)
         return dot_product(q, k, v, mask=(row.mT == row) & (index <= index.mT))
     pieces = [slice(a, b) for a, b in pairwise(seqs.cu_seqlens.tolist()) if a < b]  # a mask is of T x T
     return torch.cat([dot_product(q[:, s], k[:, s], v[:, s], is_causal=True) for s in pieces], dim=1)

@@ -36,6 +36,15 @@ class Sequences:
     positions: Int[Tensor, "B T"] | None = None  # of each token in its sequence, the cached ones counted; None: 0..T-1
     longest: int | None = None  # tokens of the longest sequence of the call, where the host knows them
 
+    def locate(self, tokens: int, device: torch.device) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+        """The sequence of each token of a call, and its index there, found without waiting for the device: two tensors
+        that broadcast to [B, T]."""
+        index = torch.arange(tokens, device=device)[None]
+        if self.cu_seqlens is None:
+            return torch.arange(self.count, device=device)[:, None], index
+        row = torch.searchsorted(self.cu_seqlens, index, right=True) - 1
+        return row, index - self.cu_seqlens[row]
+
 
 class Owner(nn.Module):
     """A module whose own parameters, few and delicate, stay fp32 in a half-precision model; its submodules do not.

@@ -61,7 +61,7 @@ class ShortConv(nn.Module):
         if seqs.cu_seqlens is None:
             padded, tokens = torch.cat([before, x], 1), None
         else:  # each sequence behind its own W - 1 earlier inputs
-            sequence = owner(seqs.cu_seqlens, length)
+            sequence = seqs.locate(length, x.device)[0][0]
             tokens = torch.arange(length, device=x.device) + past * (sequence + 1)
             starts = seqs.cu_seqlens[:-1, None] + past * torch.arange(seqs.count, device=x.device)[:, None]
             rows = (starts + torch.arange(past, device=x.device)).flatten()
@@ -139,11 +139,6 @@ def convolve(
         width = convs[0].weight.shape[-1]
         new["conv"] = torch.cat([final_state(x, seqs, width, past) for x, past in zip(xs, pasts, strict=True)], 1)
     return [conv(x, seqs, past) for conv, x, past in zip(convs, xs, pasts, strict=True)]
-
-
-def owner(cu_seqlens: Tensor, length: int) -> Tensor:
-    """[T] the sequence of each token, found without waiting for the device."""
-    return torch.searchsorted(cu_seqlens, torch.arange(length, device=cu_seqlens.device), right=True) - 1
 
 
 def final_state(
