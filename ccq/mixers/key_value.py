@@ -68,12 +68,8 @@ class RecurrentMixer(Mixer):
     features: int
     value_size: int
     conv_size: int | None
+    widths: list[int]  # channels of what is convolved, in the order in which they lie in the convolution's state
     cleaner: QueryCleaner
-
-    @property
-    def widths(self) -> list[int]:
-        """Channels of what is convolved, in the order in which they lie in the convolution's state."""
-        raise NotImplementedError
 
     @property
     def memory_width(self) -> int:
@@ -118,6 +114,7 @@ class KeyValueMixer(RecurrentMixer):
         self.k_proj = nn.Linear(hidden, self.key_width, bias=False)
         self.v_proj = nn.Linear(hidden, self.value_width, bias=False)
         self.conv_size = config.conv_size
+        self.widths = [self.key_width, self.key_width, self.value_width][: self.convolved]
         if self.conv_size is not None:
             for name, width in zip("qkv", self.widths, strict=False):
                 conv = ShortConv(width, self.conv_size, std=config.initializer_range)
@@ -135,10 +132,6 @@ class KeyValueMixer(RecurrentMixer):
             self.g_proj = nn.Linear(hidden, self.value_width, bias=False)
             self.o_norm = GatedRMSNorm(self.value_size, config.norm_eps)
         self.o_proj = nn.Linear(self.value_width, hidden, bias=False)
-
-    @property
-    def widths(self) -> list[int]:
-        return [self.key_width, self.key_width, self.value_width][: self.convolved]
 
     @property
     def convs(self) -> list[ShortConv]:

@@ -41,6 +41,7 @@ class Mamba2(RecurrentMixer):
         self.heads = self.inner // self.value_size
         self.key_width = self.groups * self.state_size
         self.conv_width = self.inner + 2 * self.key_width
+        self.widths = [self.conv_width]
         self.in_proj = nn.Linear(config.hidden_size, self.inner + self.conv_width + self.heads, bias=False)
         assert config.conv_size is not None  # the config has checked it
         self.conv_size = config.conv_size
@@ -51,10 +52,6 @@ class Mamba2(RecurrentMixer):
         self.own("A_log", self.heads, start=functools.partial(log_uniform_, low=1.0))
         self.own("dt_bias", self.heads, start=inverse_softplus_of_times_)
         self.own("D", self.heads, start=1.0)
-
-    @property
-    def widths(self) -> list[int]:
-        return [self.conv_width]
 
     def run(self, x: Tensor, seqs: Sequences | None, state: Any, new: LayerState | None) -> Tensor:
         gate, xBC, dt = self.in_proj(x).split([self.inner, self.conv_width, self.heads], -1)
