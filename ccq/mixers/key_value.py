@@ -70,11 +70,7 @@ class RecurrentMixer(Mixer):
     conv_size: int | None
     widths: list[int]  # channels of what is convolved, in the order in which they lie in the convolution's state
     cleaner: QueryCleaner
-
-    @property
-    def memory_width(self) -> int:
-        """Of what is remembered under a key."""
-        return self.value_size
+    keys_too = False  # whether keys are remembered under a key, before the values
 
     def new_state(
         self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
@@ -82,7 +78,7 @@ class RecurrentMixer(Mixer):
         state: LayerState = {}
         if self.conv_size is not None:
             state["conv"] = torch.zeros(n, sum(self.widths), self.conv_size - 1, device=device, dtype=dtype)
-        shape = (n, self.heads, self.features, self.memory_width)
+        shape = (n, self.heads, self.features, self.value_size + (self.features if self.keys_too else 0))
         state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
         return state | self.cleaner.new_state(n, device, dtype)
 

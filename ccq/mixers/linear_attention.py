@@ -161,6 +161,7 @@ class Mesa(KeyValueMixer):
     """MesaNet, whose query solves for the keys before it reads. Its state counts H too; values pass no convolution."""
 
     convolved = 2
+    keys_too = True
     lambda_params: Tensor  # [H * F]
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
@@ -173,10 +174,6 @@ class Mesa(KeyValueMixer):
     @property
     def writers(self) -> list[nn.Linear]:
         return [self.a_proj, self.b_proj]
-
-    @property
-    def memory_width(self) -> int:
-        return self.features + self.value_size
 
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         a, b = projected
