@@ -56,7 +56,7 @@ class QueryCleaner(Owner):
         super().__init__()
         self.heads, self.features = heads, features or size
         self.clean, self.centred, self.normalize = config.clean, config.centred, config.normalize
-        self.fixed_lam = config.fixed_lam
+        self.fixed_lam, self.gate_init = config.fixed_lam, config.gate_init
         self.read: dict[str, Any] = {"step": config.step, "steps": config.steps}
         self.direction, self.learned_scale = config.direction, config.learned_scale
         self.control = config.learned_scale or config.direction != "covariance"
