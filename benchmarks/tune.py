@@ -16,16 +16,46 @@ from pathlib import Path
 
 import torch
 
-from ccq.bench.results import make_parser, write
-from ccq.bench.timing import graph_time
+from ccq.bench.results import graph_time, make_parser, write
 from ccq.ops.choose import Call, hopper_refuses
 from ccq.ops.clean.triton import launch
-from ccq.ops.clean.triton.configs import NAMES, PASSES, TUNED, Config, candidates
+from ccq.ops.clean.triton.configs import NAMES, PASSES, TUNED, Config, default
 from ccq.provenance import provenance
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 NEVER = launch.Decay()  # nothing is forgotten
 SCAN_FIELDS = ("BLK", "BR", "scan_warps", "scan_stages")
+
+
+# BT, S, BN, BS, warps, stages
+READS_CLEAN = [
+    (64, 256, 32, 32, 4, 3), (64, 128, 32, 32, 4, 3), (64, 256, 16, 32, 4, 4), (64, 128, 16, 32, 4, 4),
+    (64, 256, 64, 64, 4, 3), (64, 128, 64, 64, 4, 3), (128, 256, 64, 64, 8, 3), (128, 128, 64, 64, 8, 3),
+]  # fmt: skip
+READS_DK = [
+    (64, 128, 32, 64, 4, 2), (64, 128, 16, 32, 4, 3), (64, 128, 16, 32, 4, 4), (64, 256, 32, 64, 4, 2),
+    (64, 128, 64, 64, 4, 2), (64, 128, 32, 32, 4, 3), (128, 128, 32, 32, 8, 2), (128, 128, 64, 64, 8, 2),
+]  # fmt: skip
+# BLK, BR, warps, stages
+SCANS_CLEAN = [(64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)]
+SCANS_DK = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)]
+
+
+def candidates(name: str, dtype: torch.dtype, block_k: int, hopper: bool = False) -> list[Config]:
+    """All sizes that tuning tries and the GPU tests cover."""
+    first = default(name, dtype, block_k, hopper)
+    if hopper:
+        return [first, replace(first, S=128)]
+    if dtype != torch.bfloat16:
+        return [first, replace(first, S=first.S // 2), replace(first, BS=min(block_k, 16), stages=1)]
+    found = [first]
+    reads, scans = (READS_CLEAN, SCANS_CLEAN) if name == "clean" else (READS_DK, SCANS_DK)
+    for bt, s, bn, bs, warps, stages in reads:
+        for blk, br, scan_warps, scan_stages in scans:
+            config = Config(bt, s, bn, min(bs, block_k), warps, stages, min(blk, block_k), br, scan_warps, scan_stages)
+            if config not in found:
+                found.append(config)
+    return found
 
 
 class Case:
@@ -110,7 +140,7 @@ def tune(
         for (stage, _, config, *_), failure in sorted(jobs, key=lambda job: str(job[0])):  # states are used again
             row = {"pass": name, "BK": block_k, "B": batch, "stage": stage, **asdict(config), "failure": failure}
             if failure is None:
-                us = 1e3 * graph_time(getattr(case, stage)(name, config), inner=5, repeats=5, warmup=1).median
+                us = 1e3 * graph_time(getattr(case, stage)(name, config), inner=5, repeats=5, warmup=1)["median"]
                 timed[stage].append((us, config))
                 row["us"] = us
             rows.append(row)

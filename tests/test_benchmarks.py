@@ -11,8 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ccq.bench import results
 from ccq.ops.clean import chunk
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "operator_cpu.py"
-
 
 @pytest.fixture(scope="module")
 def operator_cpu():

@@ -22,8 +22,8 @@ KINDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that `argv` names."""
-    if argv[:1] == ["tune"]:
-        print("Tile sizes are measured by benchmarks/tune.py, which is in the repository only.", file=sys.stderr)
+    if argv and argv[0] == "tune":
+        print("That is benchmarks/tune.py, which is in the repository only.", file=sys.stderr)
         return 2
     kind, rest = choose("ccq bench", __doc__, "kind", KINDS, argv), argv[1:]
     import torch

@@ -6,55 +6,46 @@ model knows. A second row for each suite with shared contexts runs some of them 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from ccq.bench import systems
-from ccq.bench.results import write
+from ccq.bench.results import model_parser, random_model, run
 from ccq.bench.tables import newest, noted, timed
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import RequestSet
 from ccq.report.collect import Collection
 from ccq.report.table import Block, Cell, Row, Table, marks, scale_label
 from ccq.systems import SYSTEMS
-from ccq.tables import LiveTable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = systems.parser(
+    parser = model_parser(
         "eval", __doc__, suites="lm,niah", contexts=(1000, "that are scored both ways (default: %(default)s)")
     )
     parser.set_defaults(systems=("ccq-gla",), size="500m")
     parser.add_argument("--requests", type=Path, required=True, help="folder of requests, a file a suite")
     args = parser.parse_args(argv)
-    rows: list[dict] = []
-    columns = ("system", "suite", "requests", "tokens", "seconds", "samples/s", "tokens/s")
-    with LiveTable("answering requests with whole models", *columns) as table:
-        for system in args.systems:
-            for suite in args.suites.split(","):
-                asked = RequestSet.load(args.requests / f"{suite}.npz")
-                if args.warm:  # some of every length
-                    asked.requests = sorted(asked.requests, key=lambda r: -r.length)[
-                        :: max(1, len(asked.requests) // 512)
-                    ]
-                most = max(asked.tokens.max().item() + 1, 32_000)
-                model = systems.model(system, args.size, vocab_size=int(most))
-                row = {"system": system, "size": args.size, "suite": suite, "dtype": "bfloat16"} | answer(model, asked)
-                table.add(
-                    system, suite, f"{row['requests']:,}", f"{row['tokens']:,}", f"{row['seconds']:.1f}",
-                    f"{row['samples_per_second']:.1f}", f"{row['tokens'] / row['seconds']:,.0f}",
-                )  # fmt: skip
-                rows.append(row)
-                if not args.warm:
-                    row["both_ways"] = both_ways(model, asked, args.contexts)
-                del model
-                torch.cuda.empty_cache()
-    if not args.warm:
-        write(args, {"note": args.note, "rows": rows})
-    return 0
+    return run(args, "answering requests with whole models", measured(args))
+
+
+def measured(args) -> Iterator[dict]:
+    for system, suite in itertools.product(args.systems, args.suites.split(",")):
+        asked = RequestSet.load(args.requests / f"{suite}.npz")
+        if args.warm:  # some of every length
+            longest_first = sorted(asked.requests, key=lambda r: -r.length)
+            asked.requests = longest_first[:: max(1, len(asked.requests) // 512)]
+        most = max(asked.tokens.max().item() + 1, 32_000)
+        model = random_model(system, args.size, vocab_size=int(most))
+        row = {"system": system, "size": args.size, "suite": suite, "dtype": "bfloat16"} | answer(model, asked)
+        if not args.warm:
+            row["both_ways"] = both_ways(model, asked, args.contexts)
+        yield row
+        del model
+        torch.cuda.empty_cache()
 
 
 def answer(model, asked: RequestSet) -> dict:

@@ -12,25 +12,24 @@ CCQ is put where the layer calls its recurrence, so that all else is fla's own c
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
-from ccq.bench.results import NOTE, WARM, make_parser, row_of, write
-from ccq.bench.tables import LAYERS, RANGE, find, noted, quoted, spread, timed
-from ccq.bench.timing import graph_time, wall_time
+from ccq.bench.results import NOTE, WARM, graph_time, make_parser, run, wall_time
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, row_kind, times
 from ccq.report.collect import Collection
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, marks
+from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks
 from ccq.systems import SYSTEMS
-from ccq.tables import LiveTable
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
 RECURRENCES: dict[str, Callable] = {}
 VARIANTS = ("fla", "unit", "composed", "ours", "projected")
 CLEANED = ("composed", "ours", "projected")
+ALONE = {"gla": "unit", "gdn": "fla"}  # with unit q and k; fla's Gated DeltaNet has them
 PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
 
 
@@ -57,40 +56,28 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
         if variant == "unit" and backbone == "gla":
             q, k = l2norm(q), l2norm(k)
         elif linear is not None:
-            if variant == "ours":
-                q, k = op.gated(q, k, linear.weight, linear.bias)
-            elif variant == "projected":
+            if variant == "composed":
+                q, k = op.composed(q, k, linear(q.flatten(2).float()).sigmoid())
+            elif variant == "ours":
+                q, k = op.ours(q, k, linear.weight, linear.bias)
+            else:
                 with torch.no_grad():
                     g = rest["g"].float()
                     if backbone == "gdn":  # fla makes the decay in its kernel
                         g = -rest["A_log"].float().exp() * nn.functional.softplus(g + rest["dt_bias"])
-                q, k = op.projected(q, k, linear.weight, linear.bias, g.mean(-1) if g.ndim == 4 else g)
-            else:
-                q, k = op.composed(q, k, linear(q.flatten(2).float()).sigmoid())
+                q, k = op.projected(q, k, linear.weight, linear.bias, log_decay=g.mean(-1) if g.ndim == 4 else g)
             if backbone == "gdn":
                 rest["use_qk_l2norm_in_kernel"] = False
         return recurrence(q=q, k=k, **rest)
 
-    def enter(*_: object) -> None:
-        setattr(module, name, read)
-
-    layer.register_forward_pre_hook(enter)
+    layer.register_forward_pre_hook(lambda *_: setattr(module, name, read))
     return layer
 
 
 def calls(layer: nn.Module, length: int, backward: bool) -> Callable[[], None]:
     x = torch.randn(1, length, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=backward)
     g = torch.randn_like(x)
-    leaves = [x, *layer.parameters()] if backward else []
-
-    def forward() -> None:
-        with torch.no_grad():
-            layer(x)
-
-    def both() -> None:
-        torch.autograd.grad(layer(x)[0], leaves, g)
-
-    return both if backward else forward
+    return op.both_passes(lambda x, *_: layer(x)[0], [x, *layer.parameters()], g)[backward]
 
 
 def peak_memory(call: Callable[[], None]) -> int:
@@ -104,48 +91,35 @@ def peak_memory(call: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def measured(args) -> Iterator[dict]:
+    for backbone in args.backbones.split(","):
+        for variant in args.variants.split(","):
+            if (backbone, variant) == ("gdn", "unit"):
+                continue  # fla's Gated DeltaNet is that
+            layer = make_layer(backbone, variant)
+            for name, length in PASSES:
+                call = calls(layer, length, name != "forward")
+                if args.warm:
+                    wall_time(call, 1, 0)
+                    continue
+                yield {
+                    "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16", "pass": name,
+                    "graph_ms": graph_time(call, inner=3), "wall_ms": wall_time(call),
+                    "peak_bytes": peak_memory(call), "paper_ms": paper_ms(backbone, variant, name, length),
+                }  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = {"backbones": "gla,gdn", "variants": ",".join(VARIANTS), "warm": WARM, "note": NOTE}
+    options = {"backbones": ",".join(BACKBONES), "variants": ",".join(VARIANTS), "warm": WARM, "note": NOTE}
     args = make_parser("layer", __doc__, **options).parse_args(argv)
-    rows: list[dict] = []
-    columns = ("layer", "with", "pass", "tokens", "graph ms", "ratio", "wall ms", "ratio", "peak MiB", "ratio",
-               "paper ms")  # fmt: skip
-    with LiveTable("a layer at the 1.3B shape, batch 1; ratios to the backbone with unit q and k", *columns) as table:
-        for backbone in args.backbones.split(","):
-            for variant in args.variants.split(","):
-                if backbone == "gdn" and variant == "unit":
-                    continue  # fla's Gated DeltaNet is that
-                layer = make_layer(backbone, variant)
-                for name, length in PASSES:
-                    backward = name != "forward"
-                    call = calls(layer, length, backward)
-                    if args.warm:
-                        call()
-                        torch.cuda.synchronize()
-                        continue
-                    row: dict = {
-                        "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16",
-                        "pass": name,
-                        "graph_ms": graph_time(call, inner=3)._asdict(), "wall_ms": wall_time(call)._asdict(),
-                        "peak_bytes": peak_memory(call),
-                        "paper_ms": paper_ms(backbone, variant, name, length),
-                    }  # fmt: skip
-                    rows.append(row)
-                    alone = "unit" if backbone == "gla" and variant != "fla" else "fla"
-                    control = row_of(rows, backbone=backbone, variant=alone, T=length, **{"pass": name})
-                    assert control is not None
-                    graph, wall = row["graph_ms"]["median"], row["wall_ms"]["median"]
-                    table.add(
-                        backbone, variant, row["pass"], length,
-                        f"{graph:.3f}", f"{graph / control['graph_ms']['median']:.3f}",
-                        f"{wall:.3f}", f"{wall / control['wall_ms']['median']:.3f}",
-                        f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_bytes'] / control['peak_bytes']:.3f}",
-                        row["paper_ms"] or "-",
-                    )  # fmt: skip
-    if not args.warm:
-        shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
-        write(args, {"note": args.note, "shape": shape, "rows": rows})
-    return 0
+
+    def control(row: dict) -> dict:
+        alone = ALONE[row["backbone"]] if row["variant"] != "fla" else "fla"
+        return {"backbone": row["backbone"], "variant": alone, "T": row["T"], "pass": row["pass"]}
+
+    title = "a layer at the 1.3B shape, beside the backbone with unit q and k"
+    shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
+    return run(args, title, measured(args), control, shape=shape)
 
 
 def paper_ms(backbone: str, variant: str, name: str, length: int) -> float | None:
@@ -161,46 +135,23 @@ def tables(found: Collection) -> list[Table]:
     """The paper's per-layer table, with what was measured here beside it."""
     sources = found.of("bench", "layer")
     rows = []
-    for backbone, system in (("gla", "gla"), ("gdn", "gated-deltanet")):
-        alone = "unit" if backbone == "gla" else "fla"
-
-        def cell(
-            variant: str, name: str, length: int, value: str, backbone: str = backbone, alone: str = alone
-        ) -> Cell:
-            mine, control = (
-                find(sources, backbone=backbone, variant=which, T=length, **{"pass": name})
-                for which in (variant, alone)
-            )
-            if mine is None:
-                return NOT_RUN
-            if value == "peak_bytes":
-                text, small, of = f"{mine[0][value] / 2**30:.2f} GiB", "", lambda row: row["peak_bytes"]
-            else:
-                (text, small), of = spread(mine[0][value]), lambda row: row["graph_ms"]["median"]
-            if control is not None and variant in CLEANED:
-                text += f" ({of(mine[0]) / of(control[0]):.2f}×)"
-            return timed(text, small, mine[1])
-
-        for variant in VARIANTS:
-            made = f"{system}-projected-decay" if variant == "projected" else f"ccq-{system}"
-            name = LAYERS.get((backbone, variant), made)
-            if (backbone, variant) == ("gdn", "unit"):
-                continue  # fla's Gated DeltaNet is that
-            if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
-                continue  # not in the paper, and not run
-            composed = ", composed from fla" if variant == "composed" else ""
-            cells = []
-            for column in PASSES:
-                told = (
-                    NOT_IN_PAPER
-                    if composed or variant == "projected"
-                    else quoted("layer", name, heading(*column), ratio=system)
-                )
-                cells += [told, cell(variant, *column, "graph_ms")]
-            cells.append(cell(variant, *PASSES[0], "peak_bytes"))
-            rows.append(
-                Row(Cell(SYSTEMS[name].label + composed), cells, "ours" if variant in ("ours", "projected") else "")
-            )
+    for backbone, variant in ((b, v) for b in BACKBONES for v in VARIANTS if (b, v) != ("gdn", "unit")):
+        if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
+            continue  # not in the paper, and not run
+        name = LAYERS.get((backbone, variant), LAYERS[backbone, "ours"])
+        alone, ratio = {"variant": ALONE[backbone]}, times if variant in CLEANED else None
+        milliseconds = changed("graph_ms", ".2f", ratio=ratio)
+        gigabytes = changed("peak_bytes", ".2f", 2**-30, " GiB", ratio)
+        line = []
+        for column, length in PASSES:
+            at = {"backbone": backbone, "variant": variant, "T": length, "pass": column}
+            known = variant in ("fla", "unit", "ours")
+            told = quoted("layer", name, heading(column, length), BACKBONES[backbone]) if known else NOT_IN_PAPER
+            line += [told, beside(sources, milliseconds, alone, **at)]
+        line.append(beside(sources, gigabytes, alone, **at | {"pass": PASSES[0][0], "T": PASSES[0][1]}))
+        composed = variant == "composed"
+        label = SYSTEMS[name].label + (", composed from fla" if composed else "")
+        rows.append(Row(Cell(label), line, "" if composed else row_kind(name)))
     notes = []
     if sources:
         notes.append(

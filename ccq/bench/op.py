@@ -8,31 +8,27 @@ bandwidth of a large elementwise kernel. Both rates are measured in the same run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ccq.bench.results import make_parser, write
-from ccq.bench.tables import RANGE, newest, noted, spread, timed
-from ccq.bench.timing import graph_time
+from ccq.bench.results import graph_time, make_parser, run
+from ccq.bench.tables import RANGE, changed, newest, noted, timed
 from ccq.ops import Gate, clean_query
 from ccq.report.collect import Collection
 from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks
-from ccq.tables import LiveTable
 
 PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows
 
 
-def floor_flop(tokens: int, size: int, backward: bool) -> float:
-    """k k^T below the diagonal and a read of it, scores and their sum over half a chunk; three times with backward."""
-    forward = size * size + 2 * size * size + 2 * CHUNK * size
-    return tokens * forward * (3 if backward else 1)
-
-
-def floor_bytes(tokens: int, size: int, backward: bool) -> float:
-    return tokens * (2 * size * (9 if backward else 4) + 4)
+def floor_seconds(tokens: int, size: int, backward: bool, ceilings: dict[str, float]) -> float:
+    """FLOPs: k k^T below the diagonal and a read of it, scores and their sum over half a chunk; three times with
+    backward."""
+    flop = (size * size + 2 * size * size + 2 * CHUNK * size) * (3 if backward else 1)
+    moved = 2 * size * (9 if backward else 4) + 4
+    return tokens * max(flop / ceilings["flop_per_s"], moved / ceilings["byte_per_s"])
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -41,8 +37,8 @@ def measure_ceilings() -> dict[str, float]:
     x = torch.randn(2**28, device="cuda")
     y = torch.empty_like(x)
     return {
-        "flop_per_s": 2 * 8192**3 / (1e-3 * graph_time(lambda: a @ b, inner=3).median),
-        "byte_per_s": 2 * x.nbytes / (1e-3 * graph_time(lambda: torch.add(x, 1.0, out=y), inner=3).median),
+        "flop_per_s": 2 * 8192**3 / (1e-3 * graph_time(lambda: a @ b, inner=3)["median"]),
+        "byte_per_s": 2 * x.nbytes / (1e-3 * graph_time(lambda: torch.add(x, 1.0, out=y), inner=3)["median"]),
     }
 
 
@@ -59,77 +55,65 @@ def composed(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     return (q - lam[..., None] * y).to(q.dtype), k
 
 
-def ours(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-    return clean_query(q, k, lam, backend="triton")[:2]
+def ours(q: Tensor, k: Tensor, *lam: Tensor, **how) -> tuple[Tensor, Tensor]:
+    """With lam, or with weight and bias of the gate."""
+    return clean_query(q, k, Gate(*lam) if len(lam) == 2 else lam[0], backend="triton", **how)[:2]
 
 
-def gated(q: Tensor, k: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return clean_query(q, k, Gate(weight, bias), backend="triton")[:2]
+projected = functools.partial(ours, step="projected")  # over a covariance that forgets, with log_decay
+FUNCTIONS: dict[str, Callable] = {
+    "ours": ours, "with gate": ours, "projected, decayed": projected, "composed": composed
+}  # fmt: skip
 
 
-def projected(q: Tensor, k: Tensor, weight: Tensor, bias: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """The projected step over a covariance that forgets."""
-    return clean_query(q, k, Gate(weight, bias), backend="triton", step="projected", log_decay=log_decay)[:2]
-
-
-def calls(function: Callable, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:
-    """Forward, and forward with backward, on fixed inputs."""
+def calls(name: str, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:
+    """Forward, and forward with backward, of one of FUNCTIONS on fixed inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, length, heads, size)
     q, k, g, h = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
-    lam = torch.rand(shape[:-1], device="cuda", generator=generator)
-    inputs = [q, k, lam]
-    if function in (gated, projected):
-        inputs[2:] = torch.randn(heads, heads * size, device="cuda") / size, torch.zeros(heads, device="cuda")
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    if function is projected:  # the backbone's decay, which gets no gradient from here
+    lam = [torch.rand(shape[:-1], device="cuda", generator=generator)]
+    if name in ("with gate", "projected, decayed"):
+        lam = [torch.randn(heads, heads * size, device="cuda") / size, torch.zeros(heads, device="cuda")]
+    function = FUNCTIONS[name]
+    if name == "projected, decayed":  # the backbone's decay, which gets no gradient from here
         log_decay = torch.nn.functional.logsigmoid(torch.randn(shape[:-1], device="cuda", generator=generator) + 4)
-        function = functools.partial(projected, log_decay=log_decay)
+        function = functools.partial(function, log_decay=log_decay)
+    return both_passes(function, [x.requires_grad_() for x in (q, k, *lam)], [g, h])
+
+
+def both_passes(function: Callable, leaves: list[Tensor], gradients) -> tuple[Callable, Callable]:
+    """A call of the function, and one that also asks for the gradients of what it is given."""
 
     def forward() -> None:
         with torch.no_grad():
-            function(*inputs)
+            function(*leaves)
 
     def both() -> None:
-        torch.autograd.grad(function(*leaves), leaves, [g, h])
+        torch.autograd.grad(function(*leaves), leaves, gradients)
 
     return forward, both
+
+
+def measured(args, ceilings: dict[str, float]) -> Iterator[dict]:
+    for shape in args.shapes.split(","):
+        batch, length = map(int, shape.split("x"))
+        for name in FUNCTIONS if args.composed else list(FUNCTIONS)[:-1]:
+            for backward, call in enumerate(calls(name, batch, length, args.heads, args.key_size)):
+                floor = floor_seconds(batch * length * args.heads, args.key_size, bool(backward), ceilings)
+                yield {
+                    "name": name, "pass": PASSES[backward], "B": batch, "T": length, "H": args.heads,
+                    "K": args.key_size, "dtype": "bfloat16", "ms": graph_time(call, inner=3),
+                    "floor_ms": 1e3 * floor,
+                }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     shapes = ("1x4096,8x4096,1x8192,1x65536", "BxT, ... (%(default)s)")
     also = (False, "also the one composed from fla's ops")
     args = make_parser("op", __doc__, shapes=shapes, heads=6, key_size=256, composed=also).parse_args(argv)
-    functions: list[tuple[str, Callable]] = [("ours", ours), ("with gate", gated), ("projected, decayed", projected)]
-    functions += [("composed", composed)] if args.composed else []
-    ceilings = measure_ceilings()
-    rows = []
-    title = (
-        f"microseconds; floor at {ceilings['flop_per_s'] / 1e12:.0f} TFLOP/s, {ceilings['byte_per_s'] / 1e12:.2f} TB/s"
-    )
-    with LiveTable(title, "cleaning", "pass", "batch", "tokens", "us", "floor", "over it") as table:
-        for shape in args.shapes.split(","):
-            batch, length = (int(n) for n in shape.split("x"))
-            tokens = batch * length * args.heads
-            for name, function in functions:
-                for backward, call in enumerate(calls(function, batch, length, args.heads, args.key_size)):
-                    timing = graph_time(call, inner=3)
-                    floor = max(
-                        floor_flop(tokens, args.key_size, bool(backward)) / ceilings["flop_per_s"],
-                        floor_bytes(tokens, args.key_size, bool(backward)) / ceilings["byte_per_s"],
-                    )
-                    row = {
-                        "name": name, "pass": PASSES[backward], "B": batch, "T": length, "H": args.heads,
-                        "K": args.key_size, "dtype": "bfloat16", "ms": timing._asdict(),
-                        "floor_ms": 1e3 * floor,
-                    }  # fmt: skip
-                    rows.append(row)
-                    us = 1e3 * timing.median
-                    table.add(
-                        name, row["pass"], batch, length, f"{us:.1f}", f"{1e6 * floor:.1f}", f"{1e-6 * us / floor:.2f}"
-                    )
-    write(args, {"timing": "CUDA graph", "ceilings": ceilings, "rows": rows})
-    return 0
+    rates = measure_ceilings()
+    title = f"milliseconds; floor at {rates['flop_per_s'] / 1e12:.0f} TFLOP/s, {rates['byte_per_s'] / 1e12:.2f} TB/s"
+    return run(args, title, measured(args, rates), timing="CUDA graph", ceilings=rates)
 
 
 def tables(found: Collection) -> list[Table]:
@@ -143,7 +127,7 @@ def tables(found: Collection) -> list[Table]:
     rows = []
     for batch, length in dict.fromkeys((r["B"], r["T"]) for r in source.content["rows"]):
         here = {(r["name"], r["pass"]): r for r in source.content["rows"] if (r["B"], r["T"]) == (batch, length)}
-        times = {key: spread(row["ms"], 1e3, 0) for key, row in here.items()}
+        times = {key: changed("ms", scale=1e3)(row, None) for key, row in here.items()}
         shown = (("ours", PASSES[0]), ("with gate", PASSES[0]), ("ours", PASSES[1]))
         cells = [timed(*times[key], source) if key in times else NOT_RUN for key in shown]
         for name in beside:

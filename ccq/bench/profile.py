@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ccq.bench import systems
-from ccq.bench.results import write
+from ccq.bench.results import model_parser, random_model, tokens, write
 from ccq.systems import recipe_name
 from ccq.tables import LiveTable
 
@@ -33,8 +32,6 @@ CLASSES = (
 MODULES = {  # the first that a module's name begins with
     "ccq.ops.clean": "cleaning",
     "ccq.ops.recurrence": "recurrence",
-    "ccq.mixers.fused_conv": "convolution",
-    "ccq.mixers.fused_linear": "weight products",
     "fla.ops": "recurrence",
     "fla.modules.conv": "convolution",
     "fla.modules.causal_conv1d": "convolution",
@@ -50,6 +47,9 @@ NAMES = {  # of kernels that nobody here wrote
 }
 
 
+OWN = {"conv_step_kernel": "convolution", "project_kernel": "weight products", "swiglu_kernel": "weight products"}
+
+
 def own_kernels() -> dict[str, str]:
     """The class of every Triton kernel that is imported, by its name."""
     found = {}
@@ -61,7 +61,7 @@ def own_kernels() -> dict[str, str]:
             while hasattr(kernel, "fn"):  # what compiles, tunes and specialises it
                 kernel = kernel.fn
             if getattr(kernel, "__module__", None) == name and hasattr(kernel, "__name__"):
-                found[kernel.__name__] = kind
+                found[kernel.__name__] = OWN.get(kernel.__name__, kind)
     return found
 
 
@@ -148,16 +148,16 @@ def training(system: str, args) -> Iterator[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def prefill(system: str, args) -> Iterator[Callable[[], Any]]:
-    model = systems.model(system, args.size)
-    prompt = systems.tokens(model, args.batch, args.length)
+    model = random_model(system, args.size)
+    prompt = tokens(model, args.batch, args.length)
     with torch.inference_mode():
         yield lambda: model(prompt, use_cache=True, logits_to_keep=1)
 
 
 @contextlib.contextmanager
 def decode(system: str, args) -> Iterator[Callable[[], Any]]:
-    model = systems.model(system, args.size)
-    prompt = systems.tokens(model, args.batch, 512)
+    model = random_model(system, args.size)
+    prompt = tokens(model, args.batch, 512)
     stream = torch.cuda.Stream()
     with torch.no_grad(), torch.cuda.stream(stream):
         cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
@@ -175,24 +175,24 @@ PARTS = {"train": training, "prefill": prefill, "decode": decode}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = systems.parser(
+    args = model_parser(
         "profile", __doc__, length=4096, parts=(",".join(PARTS), "of these, with commas between"),
         set=("", "options of the trained model, as conv_size=4"),
         steps=(5, "that are looked at (default: %(default)s)"),
     ).parse_args(argv)  # fmt: skip
     rows: list[dict] = []
-    with LiveTable("milliseconds by class of kernel", "system", "part", "wall", *CLASSES, "launches") as table:
+    with LiveTable("milliseconds by class of kernel", "system", "part", "wall", "launches", *CLASSES) as table:
         for system in args.systems:
             for part in args.parts.split(","):
                 with PARTS[part](system, args) as call:
                     found = profiled(call, args.steps, warmup=6)
-                shape = {"size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16", "options": args.set}
-                rows.append({"system": system, "part": part, **shape, **found})
-                cells = (f"{found['ms'][kind]:.2f}" for kind in CLASSES)
-                table.add(system, part, f"{found['wall_ms']:.2f}", *cells, f"{found['launches']:.0f}")
                 del call
                 gc.collect()
                 torch.cuda.empty_cache()
+                shape = {"size": args.size, "B": args.batch, "T": args.length, "dtype": "bfloat16", "options": args.set}
+                rows.append({"system": system, "part": part, **shape, **found})
+                numbers = (found["wall_ms"], found["launches"], *(found["ms"][kind] for kind in CLASSES))
+                table.add(system, part, *(f"{number:.2f}" for number in numbers))
     if not args.warm:
         write(args, {"note": args.note, "rows": rows})
     return 0

@@ -1,16 +1,27 @@
-"""Where benchmarks write what they measure, and where it is found."""
+"""What benchmarks share: options, timing on a GPU, whole models; where results are written, and where they are.
+
+CUDA graphs are timed for the kernels' own time, wall clock for what a user waits.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ccq.files import replaceable, write_json
-from ccq.names import slug
+from ccq.names import nearest, slug
 from ccq.provenance import provenance
+from ccq.systems import SYSTEMS, compared
+from ccq.tables import LiveTable
 
+COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
 WARM = (False, "only compile and tune, write nothing")
@@ -33,6 +44,38 @@ def make_parser(kind: str, about: str | None, **options) -> argparse.ArgumentPar
     return parser
 
 
+def run(
+    args: argparse.Namespace, title: str, measured: Iterable[dict], control: Callable[[dict], dict] = dict, **content
+) -> int:
+    """Show rows as they are `measured`, each beside the one that has the values of `control`, and write them."""
+    rows: list[dict] = []
+    with contextlib.ExitStack() as stack:
+        for row in measured:
+            if not rows:
+                table = stack.enter_context(LiveTable(title, *row))
+            rows.append(row)
+            base = row_of(rows, **control(row)) or row
+            table.add(*(shown(value, base[name]) for name, value in row.items()))
+    if not getattr(args, "warm", False):
+        write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
+    return 0
+
+
+def shown(value: Any, base: Any) -> str:
+    """A value of a row on the screen, of timings the median; in brackets over the control's, where they differ.
+
+    >>> shown({"median": 1.5, "low": 1.4, "high": 1.6}, {"median": 1.2}), shown(4096, 4096), shown(None, None)
+    ('1.500 (1.250×)', '4,096', '-')
+    """
+    value, base = (x.get("median") if isinstance(x, dict) else x for x in (value, base))
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if not isinstance(value, int | float):
+        return value if isinstance(value, str) else "-"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if value < 1e4 else f"{value:.3g}"
+    return f"{text} ({value / base:.3f}×)" if base and value != base else text
+
+
 def row_of(rows: list[dict], **like) -> dict | None:
     """The first row with these values among those that were measured."""
     return next((row for row in rows if all(row[name] == value for name, value in like.items())), None)
@@ -44,3 +87,101 @@ def write(args: argparse.Namespace, content: dict) -> None:
     path = args.out or OWN / f"{slug(args.kind)}_{gpu}.json"
     write_json(path, {**provenance(), "bench": args.kind, **content})
     print(f"Wrote {path}")
+
+
+def model_parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
+    """The options that benchmarks of whole models share, and others."""
+    parser = make_parser(kind, about, size="1.3b", batch=8, warm=WARM, note=NOTE, **options)
+    parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
+    return parser
+
+
+def run_models(args: argparse.Namespace, title: str, measure: Callable[..., dict]) -> int:
+    """Benchmark every system: `measure(system, model, args)` gives its row, which is compared with the backbone's.
+
+    With --warm it is asked to compile, and what it gives is dropped.
+    """
+
+    def rows() -> Iterator[dict]:
+        for system in args.systems:
+            row = {"system": system, "size": args.size, "B": args.batch, "dtype": "bfloat16"}
+            row |= measure(system, random_model(system, args.size), args)
+            torch.cuda.empty_cache()
+            if not args.warm:
+                yield row
+
+    return run(args, title, rows(), lambda row: {"system": SYSTEMS[row["system"]].family})
+
+
+def random_model(system: str, size: str, **changes):
+    """A preset in bf16 on the GPU, with random weights."""
+    from ccq.model import CCQConfig, CCQForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}", **changes)).bfloat16().eval()
+
+
+def tokens(made, batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return torch.randint(made.config.vocab_size, (batch, length), device="cuda", generator=generator)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Names of systems with commas between, of recipes too.
+
+    >>> listed("gla,ccq_gla")
+    ('gla', 'ccq-gla')
+    """
+    names = tuple(name.replace("_", "-") for name in text.split(","))
+    for name in names:
+        if name not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"there is no {name!r}.{nearest(name, tuple(SYSTEMS))}")
+    return names
+
+
+Timing = dict[str, float]  # milliseconds: median, and the quantiles that hold the middle 60%
+
+
+def summarise(samples: list[float]) -> Timing:
+    ordered = sorted(samples)
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+    return {"median": statistics.median(ordered), "low": low, "high": high}
+
+
+def graph_time(call: Callable[[], object], inner: int = 10, repeats: int = 10, warmup: int = 3) -> Timing:
+    """Time of one call with its kernels recorded in a CUDA graph: no launch overhead."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            call()
+    graph.replay()
+    samples = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) / inner)
+    return summarise(samples)
+
+
+def wall_time(call: Callable[[], object], repeats: int = 40, warmup: int = 5) -> Timing:
+    """Wall clock of one call with a synchronisation around it, the paper's way."""
+    samples = []
+    for i in range(warmup + repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if i >= warmup:
+            samples.append(1e3 * (time.perf_counter() - begin))
+    return summarise(samples)

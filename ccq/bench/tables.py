@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, change, marks
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks
 from ccq.systems import SYSTEMS
 
 RANGE = "Small print in a cell: the range that was measured."
 CLEANED = ("ccq-gla", "ccq-gated-deltanet")  # whose cost the paper gives
-# backbone and variant in the rows of `ccq bench layer` and `decode-op`
-LAYERS = {
-    ("gla", "fla"): "gla",
-    ("gla", "unit"): "gla-unit",
-    ("gla", "ours"): "ccq-gla",
-    ("gdn", "fla"): "gated-deltanet",
-    ("gdn", "ours"): "ccq-gated-deltanet",
+BACKBONES = {"gla": "gla", "gdn": "gated-deltanet"}  # what rows of `ccq bench layer` and `decode-op` call a system
+# the systems of these rows, by backbone and variant
+LAYERS: dict[tuple[str, str], str] = {
+    (short, variant): name
+    for short, family in BACKBONES.items()
+    for variant, name in {
+        "fla": family,
+        "unit": SYSTEMS[f"ccq-{family}"].control or family,
+        "ours": f"ccq-{family}",
+        "projected": f"{family}-projected-decay",
+    }.items()
 }
 BATCH = 8  # of the paper's inference
 
@@ -37,12 +41,6 @@ def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
     return None
 
 
-def spread(timing: dict, scale: float = 1.0, digits: int = 2) -> tuple[str, str]:
-    """Median, and the range that the file gives."""
-    median, low, high = (f"{scale * timing[name]:.{digits}f}" for name in ("median", "low", "high"))
-    return median, f"{low}–{high}"
-
-
 def noted(sources: Iterable[Source]) -> str:
     """What whoever measured it has to say of it."""
     notes = dict.fromkeys(source.content["note"] for source in sources if source.content.get("note"))
@@ -53,6 +51,19 @@ def timed(text: str, small: str = "", source: Source | None = None) -> Cell:
     return Cell(text, small, "" if source is None else source.told, kind="ours")
 
 
+def beside(
+    sources: list[Source], shown: Callable[[dict, dict | None], tuple[str, str]], control: Mapping[str, object],
+    **wanted: object,
+) -> Cell:  # fmt: skip
+    """Text and small print that `shown` makes of the newest row with these values, and of its control's: the one that
+    differs by `control`."""
+    mine = find(sources, **wanted)
+    if mine is None:
+        return NOT_RUN
+    base = find(sources, **{**wanted, **control})
+    return timed(*shown(mine[0], base and base[0]), mine[1])
+
+
 def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
     """A cell of the paper; with CCQ over the backbone `ratio`, in brackets."""
     told = load().tables[table].cell("1.3b", system, heading)
@@ -61,19 +72,33 @@ def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
     base = load().tables[table].value("1.3b", ratio, heading) if ratio and ratio != system else None
     text = f"{told.value:,.0f}" if told.value and told.value > 1e4 else told.shown
     return Cell(
-        text + (f" ({told.value / base:.2f}×)" if base and told.value else ""),
+        text + (f" ({times(told.value / base)})" if base and told.value else ""),
         kind="paper",
         hover=load().tables[table].where_run,
     )
 
 
+def changed(
+    key: str, form: str = ".0f", scale: float = 1.0, unit: str = "", ratio: Callable[[float], str] | None = change
+) -> Callable[[dict, dict | None], tuple[str, str]]:
+    """For `beside`: a value of a row, of timings the median and below it the range; in brackets what CCQ changes."""
+
+    def shown(row: dict, control: dict | None = None) -> tuple[str, str]:
+        values: list[Any] = [x[key] if x else None for x in (row, control)]
+        mine, its = (x["median"] if isinstance(x, dict) else x for x in values)
+        ends = [f"{scale * row[key][end]:{form}}" for end in ("low", "high")] if isinstance(row[key], dict) else []
+        brackets = f" ({ratio(mine / its)})" if its and ratio else ""
+        return f"{scale * mine:{form}}{unit}{brackets}", "–".join(ends)
+
+    return shown
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
+
+
 def row_kind(system: str) -> str:
     return "ours" if SYSTEMS[system].options.get("clean") else ""
-
-
-def over(value: float, control: float | None) -> str:
-    """What CCQ changes, in brackets."""
-    return "" if control is None else f" ({change(value / control)})"
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ccq.bench.results import make_parser, row_of, write
-from ccq.bench.systems import COMPARED, listed
-from ccq.bench.tables import find, newest, noted, over, quoted, row_kind, timed
-from ccq.bench.timing import summarise
+from ccq.bench.results import COMPARED, listed, make_parser, run, summarise
+from ccq.bench.tables import beside, changed, newest, noted, quoted, row_kind
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load, numbers_of
-from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks, scale_label
+from ccq.report.table import Block, Cell, Row, Table, marks, scale_label
 from ccq.systems import SYSTEMS, recipe_name
 
 
@@ -45,8 +43,8 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
             samples.append(1e3 * (time.perf_counter() - begin))
     timing = summarise(samples)
     return {
-        "step_ms": timing._asdict(),
-        "tokens_per_second": 1e3 * tokens / timing.median,
+        "step_ms": timing,
+        "tokens_per_second": 1e3 * tokens / timing["median"],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
@@ -61,6 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
     args = parser.parse_args(argv)
 
+    def control(row: dict) -> dict:
+        return {"system": SYSTEMS[row["system"]].control, "length": row["length"]}
+
+    options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
+    return run(args, "training steps of whole models", measured(args), control, **options)
+
+
+def measured(args) -> Iterator[dict]:
     from ccq.model.info import info
     from ccq.recipes import recipe
     from ccq.train.config import model_config
@@ -68,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ccq.train.trainer import Trainer
     from ccq.train.world import join
 
-    rows: list[dict] = []
     with join("cuda") as world:
         peak = peak_flops(world.device)
         for system in args.systems:
@@ -81,30 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row |= measure(trainer, args.tokens, length, args.steps, args.warmup)
                 flops = info(model_config(config.model), length).train_flops
                 row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
-                row["paper"] = (
-                    (numbers_of("training", system) or None) if (args.size, length) == ("1.3b", 4096) else None
-                )
-                control = row_of(rows, system=SYSTEMS[system].control, length=length)
-                rows.append(row)
-                print(describe(row, control), flush=True)
+                told = numbers_of("training", system) if (args.size, length) == ("1.3b", 4096) else []
+                yield row | {"paper": told or None}
             del trainer
             gc.collect()
             torch.cuda.empty_cache()
-    options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
-    write(args, {"note": args.note, **options, "rows": rows})
-    return 0
-
-
-def describe(row: dict, control: dict | None) -> str:
-    def ratio(name: str) -> str:
-        return "" if control is None else f" ({row[name] / control[name]:.3f} of {control['system']})"
-
-    mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    paper = "" if row["paper"] is None else f"   paper {row['paper'][0]:,.0f} tok/s, {row['paper'][1]} GiB"
-    return (
-        f"{row['system']:<20} T {row['length']:<6} {row['tokens_per_second']:8,.0f} tok/s{ratio('tokens_per_second')}"
-        f"   MFU {mfu}   {row['peak_gib']:.1f} GiB{ratio('peak_gib')}{paper}"
-    )
 
 
 def tables(found: Collection) -> list[Table]:
@@ -113,14 +99,11 @@ def tables(found: Collection) -> list[Table]:
     told = load().tables["training"]
     rows = []
     for system in (*COMPARED, "transformer"):
-        mine, base = (
-            find(sources, system=name, size="1.3b", length=4096) for name in (system, SYSTEMS[system].control)
-        )
         cells = []
-        for column, key, form in ((told.columns[0], "tokens_per_second", ",.0f"), (told.columns[1], "peak_gib", ".1f")):
+        for column, key, form in zip(told.columns, ("tokens_per_second", "peak_gib"), (",.0f", ".1f"), strict=True):
+            at = {"system": system, "size": "1.3b", "length": 4096}
             cells.append(quoted("training", system, column.heading))
-            text = f"{mine[0][key]:{form}}{over(mine[0][key], base and base[0][key])}" if mine else ""
-            cells.append(timed(text, "", mine[1]) if mine else NOT_RUN)
+            cells.append(beside(sources, changed(key, form), {"system": SYSTEMS[system].control}, **at))
         rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
     notes = [
         "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
@@ -136,23 +119,18 @@ def tables(found: Collection) -> list[Table]:
 
 def lengths_table(source: Source) -> Table:
     """The numbers of the figure of throughput."""
-    measured = {(r["system"], r["size"], r["length"]): r for r in source.content["rows"]}
-    lengths = sorted({length for _, _, length in measured})
-    rows = []
-    for system, size in dict.fromkeys((system, size) for system, size, _ in measured):
-        cells = []
-        for length in lengths:
-            row, base = measured.get((system, size, length)), measured.get((SYSTEMS[system].control, size, length))
-            if row is None:
-                cells.append(NOT_RUN)
-                continue
-            used = "" if row.get("mfu") is None else f"MFU {row['mfu']:.0%}, "
-            rate = (
-                f"{row['tokens_per_second']:,.0f}{over(row['tokens_per_second'], base and base['tokens_per_second'])}"
-            )
-            cells.append(timed(rate, f"{used}{row['peak_gib']:.1f} GiB", source))
-        rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))
     first = source.content["rows"][0]
+    lengths = sorted({row["length"] for row in source.content["rows"]})
+
+    def shown(row: dict, control: dict | None) -> tuple[str, str]:
+        used = "" if row.get("mfu") is None else f"MFU {row['mfu']:.0%}, "
+        return changed("tokens_per_second", ",.0f")(row, control)[0], f"{used}{row['peak_gib']:.1f} GiB"
+
+    rows = []
+    for system, size in dict.fromkeys((row["system"], row["size"]) for row in source.content["rows"]):
+        control = {"system": SYSTEMS[system].control}
+        cells = [beside([source], shown, control, system=system, size=size, length=length) for length in lengths]
+        rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))
     notes = [
         f"Tokens a second on one GPU, {first['tokens']:,} tokens a step, {first['dtype']}{noted([source])}; in "
         f"brackets what CCQ changes. {marks([source])}",

@@ -1,29 +1,18 @@
-"""Sequence mixers, one file a backbone; `MIXERS` names them."""
+"""Sequence mixers; `MIXERS` names them."""
 
+from ccq.mixers import linear_attention  # noqa: F401  (it registers its backbones)
 from ccq.mixers.attention import Attention
 from ccq.mixers.base import MIXERS, LayerState, Mixer, Sequences, make_mixer, no_weight_decay, register
 from ccq.mixers.cleaning import QueryCleaner
-from ccq.mixers.gated_deltanet import GatedDeltaNet
-from ccq.mixers.gla import GatedLinearAttention
-from ccq.mixers.kda import KimiDeltaAttention
-from ccq.mixers.linear_attention import DeltaNet, LinearAttention, RetNet
 from ccq.mixers.mamba2 import Mamba2
-from ccq.mixers.mesa import Mesa
 
 __all__ = [
     "MIXERS",
     "Attention",
-    "DeltaNet",
-    "GatedDeltaNet",
-    "GatedLinearAttention",
-    "KimiDeltaAttention",
     "LayerState",
-    "LinearAttention",
     "Mamba2",
-    "Mesa",
     "Mixer",
     "QueryCleaner",
-    "RetNet",
     "Sequences",
     "make_mixer",
     "no_weight_decay",

@@ -42,15 +42,11 @@ class Attention(Mixer):
 
     def project(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor, Tensor]:
         """q [*B, H, K] and k, v [*B, Hk, K], not turned yet."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return q.unflatten(-1, (-1, self.size)), k.unflatten(-1, (-1, self.size)), v.unflatten(-1, (-1, self.size))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.size)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
 
     def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
+        self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         q, k, v = self.project(x)
         tokens = x.shape[1]
@@ -64,7 +60,7 @@ class Attention(Mixer):
             room, past = longest, torch.zeros(seqs.count, device=x.device, dtype=torch.int64)
         else:
             room, past = state["k"].shape[1] + longest, state["length"]
-        row, index = locate(seqs, tokens, x.device)
+        row, index = seqs.locate(tokens, x.device)
         positions = past[row] + index if seqs.positions is None else seqs.positions
         q, k = rotate(q, positions, room, self.theta), rotate(k, positions, room, self.theta)
         new = {"length": past + (tokens if seqs.cu_seqlens is None else seqs.cu_seqlens.diff())}
@@ -121,15 +117,6 @@ class Attention(Mixer):
         return 2 * 2 * self.heads * self.size * (length + 1) / 2
 
 
-def locate(seqs: Sequences, tokens: int, device: torch.device) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """The sequence of each token of a call, and its index there: two tensors that broadcast to [B, T]."""
-    index = torch.arange(tokens, device=device)[None]
-    if seqs.cu_seqlens is None:
-        return torch.arange(seqs.count, device=device)[:, None], index
-    row = torch.searchsorted(seqs.cu_seqlens, index, right=True) - 1
-    return row, index - seqs.cu_seqlens[row]
-
-
 def rotate(x: Float[Tensor, "B T H K"], positions: Tensor | None, room: int, theta: float) -> Float[Tensor, "B T H K"]:
     """RoPE: pair (j, j + K/2) of a head at position p turned by the angle p * theta^(-2j/K).
 
@@ -173,12 +160,9 @@ def _turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch
 
 
 def dot_product(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B L Hk K"],
-    v: Float[Tensor, "B L Hk K"],
-    mask: Tensor | None = None,
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B L Hk K"], v: Float[Tensor, "B L Hk K"], mask: Tensor | None = None,
     is_causal: bool = False,
-) -> Float[Tensor, "B T H K"]:
+) -> Float[Tensor, "B T H K"]:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v, where `mask` [B, 1, T, L] is true."""
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -192,11 +176,9 @@ def dot_product(
 
 
 def read(
-    q: Float[Tensor, "N T H K"],
-    k: Float[Tensor, "N L Hk K"],
-    v: Float[Tensor, "N L Hk K"],
+    q: Float[Tensor, "N T H K"], k: Float[Tensor, "N L Hk K"], v: Float[Tensor, "N L Hk K"],
     positions: Int[Tensor, "N T"],
-) -> Float[Tensor, "N T H K"]:
+) -> Float[Tensor, "N T H K"]:  # fmt: skip
     """Queries at `positions` read the buffers up to there."""
     seen = torch.arange(k.shape[1], device=k.device) <= positions[..., None]  # [N, T, L]
     return dot_product(q, k, v, mask=seen[:, None])
@@ -211,7 +193,7 @@ def packed_attention(
     if choose("packed_attention", Call.of(q)) == "flash":
         return flash(q, k, v, seqs.cu_seqlens, tokens if seqs.longest is None else seqs.longest)
     if torch.compiler.is_compiling():  # it cannot take the sequences apart
-        row, index = locate(seqs, tokens, q.device)
+        row, index = seqs.locate(tokens, q.device)
         return dot_product(q, k, v, mask=(row.mT == row) & (index <= index.mT))
     pieces = [slice(a, b) for a, b in pairwise(seqs.cu_seqlens.tolist()) if a < b]  # a mask is of T x T
     return torch.cat([dot_product(q[:, s], k[:, s], v[:, s], is_causal=True) for s in pieces], dim=1)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ccq.names import nearest
+from ccq.ops.choose import one_of
 from ccq.ops.precision import stats_dtype
 
 if TYPE_CHECKING:
@@ -36,6 +36,15 @@ class Sequences:
     positions: Int[Tensor, "B T"] | None = None  # of each token in its sequence, the cached ones counted; None: 0..T-1
     longest: int | None = None  # tokens of the longest sequence of the call, where the host knows them
 
+    def locate(self, tokens: int, device: torch.device) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+        """The sequence of each token of a call, and its index there, found without waiting for the device: two tensors
+        that broadcast to [B, T]."""
+        index = torch.arange(tokens, device=device)[None]
+        if self.cu_seqlens is None:
+            return torch.arange(self.count, device=device)[:, None], index
+        row = torch.searchsorted(self.cu_seqlens, index, right=True) - 1
+        return row, index - self.cu_seqlens[row]
+
 
 class Owner(nn.Module):
     """A module whose own parameters, few and delicate, stay fp32 in a half-precision model; its submodules do not.
@@ -46,22 +55,35 @@ class Owner(nn.Module):
 
     no_weight_decay: tuple[str, ...] = ()  # which of them weight decay must not touch
 
-    def own(self, name: str, *shape: int) -> None:
-        """Add a parameter, unfilled, in fp32 (fp64 where that is the default dtype)."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: dict[str, Callable[[Tensor], Any] | float] = {}
+
+    def own(self, name: str, *shape: int, start: Callable[[Tensor], Any] | float, decays: bool = False) -> None:
+        """Add a parameter in fp32 (fp64 where that is the default dtype), all `start`, or filled by it in place.
+
+        Weight decay touches it only if it `decays`.
+        """
         parameter = nn.Parameter(torch.empty(*shape, dtype=stats_dtype(torch.get_default_dtype())))
         self.register_parameter(name, parameter)
+        self.starts[name] = start
+        if not decays:
+            self.no_weight_decay += (name,)
+        self.fill(name)
 
-    def fill(self, name: str, function: Callable[[Tensor], Any]) -> None:
-        """Let `function` fill a parameter in place, unless transformers has loaded it."""
-        parameter = getattr(self, name)
+    def fill(self, name: str) -> None:
+        """A parameter as it starts, unless transformers has loaded it."""
+        parameter, start = getattr(self, name), self.starts[name]
         if name in self.no_weight_decay:
             parameter._no_weight_decay = True
         if not getattr(parameter, "_is_hf_initialized", False):
             with torch.no_grad():
-                function(parameter)
+                start(parameter) if callable(start) else parameter.fill_(start)
 
     def reset_parameters(self) -> None:
         """Fill the parameters that this module itself owns."""
+        for name in self.starts:
+            self.fill(name)
 
     def _apply(self, fn, recurse=True):
         for child in self.children() if recurse else ():
@@ -83,22 +105,27 @@ class Mixer(Owner):
         self.layer = layer
 
     def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
+        self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         """All tokens of a call, differentiable; continues from `state`, which it leaves as it is.
 
         Returns y and, where asked for, the state after the last token of each sequence.
         """
-        raise NotImplementedError
+        new: LayerState | None = {} if output_state else None
+        return self.run(x, seqs, state, new), new
 
+    @torch.no_grad()
     def step(
         self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
     ) -> Float[Tensor, "B D"]:
         """One more token of each of B sequences, without autograd. The state's tensors are updated in place."""
+        return self.run(x, None, state, None)
+
+    def run(
+        self, x: Float[Tensor, "*B D"], seqs: Sequences | None, state: Any, new: LayerState | None
+    ) -> Float[Tensor, "*B D"]:
+        """y of `forward`, which puts the states after the last tokens into `new` if there is one; and of `step`, which
+        has no `seqs`."""
         raise NotImplementedError
 
     def new_state(
@@ -150,13 +177,9 @@ def register(name: str) -> Callable[[M], M]:
 
 def make_mixer(config: CCQConfig, layer: int) -> Mixer:
     """The mixer of one layer, by `config.mixer`; with `base_conv_size`, layers 0, 2, ... are zoology's BaseConv."""
-    if config.mixer not in MIXERS:
-        known = tuple(MIXERS)
-        raise ValueError(
-            f"mixer: expected one of {', '.join(known)}, got {config.mixer!r}.{nearest(config.mixer, known)}"
-        )
+    one_of("mixer", config.mixer, tuple(MIXERS))
     if config.base_conv_size is not None and layer % 2 == 0:
-        from ccq.mixers.base_conv import BaseConv  # a Mixer itself
+        from ccq.mixers.conv import BaseConv  # a Mixer itself
 
         return BaseConv(config, layer)
     return MIXERS[config.mixer](config, layer)

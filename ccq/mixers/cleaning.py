@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ccq.mixers.base import LayerState, Owner, Sequences
 from ccq.mixers.norms import unit
-from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, clean_query_step, decode_step, gate, sigma_q
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate, sigma_q
 from ccq.ops.clean import read_with, reference
 from ccq.ops.clean.chunk import CHUNK
 from ccq.ops.precision import stats_dtype
@@ -62,41 +62,22 @@ class QueryCleaner(Owner):
         self.control = config.learned_scale or config.direction != "covariance"
         self.covariance_decay = config.covariance_decay if config.clean else "none"
         self.unit_qk, self.backend = config.unit_qk, config.backend
-        self.current_key_init = config.current_key_init if config.current_key_read else None
+        self.current_key_read = config.current_key_read
         self.plain = not config.clean and not config.current_key_read
         self.has_gate = self.clean and self.fixed_lam is None
-        self.no_weight_decay = ("current_key",) if config.current_key_read else ()
         if self.has_gate:
-            self.own("gate_weight", heads, heads * size)
-            self.own("gate_bias", heads)
-            if not config.decay_gate_bias:
-                self.no_weight_decay += ("gate_bias",)
+            self.own("gate_weight", heads, heads * size, start=0.0, decays=True)
+            self.own("gate_bias", heads, start=logit(config.gate_init), decays=config.decay_gate_bias)
         if self.learned_scale:
-            self.own("lam_scale", heads)
-            self.no_weight_decay += ("lam_scale",)
+            self.own("lam_scale", heads, start=1.0)
         if self.covariance_decay == "learned":
-            self.own("decay_logit", heads)
-            self.no_weight_decay += ("decay_logit",)
-        if self.current_key_init is not None:
-            self.own("current_key", heads)
+            self.own("decay_logit", heads, start=logit(DECAY))
+        if self.current_key_read:
+            self.own("current_key", heads, start=config.current_key_init)
         self.record = self.record_angle = False
         self.lam: Tensor | None = None
         self.angle: Tensor | None = None
         self.intervention: Callable[[Tensor], Tensor] | None = None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.has_gate:
-            self.fill("gate_weight", nn.init.zeros_)
-            logit = math.log(self.gate_init / (1 - self.gate_init))
-            self.fill("gate_bias", lambda bias: nn.init.constant_(bias, logit))
-        if self.learned_scale:
-            self.fill("lam_scale", nn.init.ones_)
-        if self.covariance_decay == "learned":
-            self.fill("decay_logit", lambda logit: nn.init.constant_(logit, math.log(DECAY / (1 - DECAY))))
-        if self.current_key_init is not None:
-            start = self.current_key_init
-            self.fill("current_key", lambda d: nn.init.constant_(d, start))
 
     def gate(self, q: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H"]:
         """lam of the raw query, in fp32."""
@@ -123,11 +104,6 @@ class QueryCleaner(Owner):
             return unit(q), unit(k)
         return q, k
 
-    @property
-    def fused(self) -> bool:
-        """Whether the fused decode step has this read."""
-        return self.read["step"] in reference.FUSED
-
     def log_decay(self, k: Float[Tensor, "*B H F"], g: Tensor | None) -> Float[Tensor, "*B H"] | None:
         """That of the covariance, from the log-decay g of the backbone: the mean of its parts."""
         parts = self.decay_parts(k, g)
@@ -148,15 +124,9 @@ class QueryCleaner(Owner):
         return g if g.ndim == k.ndim else g.unflatten(-1, (k.shape[-2], -1))
 
     def forward(
-        self,
-        raw: Float[Tensor, "B T H K"],
-        q: Float[Tensor, "B T H F"],
-        k: Float[Tensor, "B T H F"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
-        g: Tensor | None = None,
-    ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
+        self, raw: Float[Tensor, "B T H K"], q: Float[Tensor, "B T H F"], k: Float[Tensor, "B T H F"], seqs: Sequences,
+        state: LayerState | None = None, output_state: bool = False, g: Tensor | None = None,
+    ) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:  # fmt: skip
         """The query to read with, the key to write with, and the covariance after the last token where asked for.
 
         g is the log-decay of the backbone.
@@ -166,14 +136,16 @@ class QueryCleaner(Owner):
         if self.clean:
             lam = Gate(self.gate_weight, self.gate_bias) if self.by_gate and raw is q else self.gate(raw)
             start = None if state is None else state["covariance"]
-            how: dict[str, Any] = {
-                "centred": self.centred, "normalize": self.normalize, "initial_state": start,
-                "cu_seqlens": seqs.cu_seqlens, "backend": self.backend, "log_decay": self.log_decay(k, g), **self.read,
-            }  # fmt: skip
+            how = {**self.how, "initial_state": start, "cu_seqlens": seqs.cu_seqlens, "log_decay": self.log_decay(k, g)}
             if self.record_angle:
                 self.angle = self.turned(q, k, lam, how)
             q, k, covariance = self.operator(q, k, lam, output_final_state=output_state, **how)
         return self.without_current_key(q, k), k, covariance
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Options of `clean_query`."""
+        return {"centred": self.centred, "normalize": self.normalize, "backend": self.backend, **self.read}
 
     def operator(
         self, q: Tensor, k: Tensor, lam: Any, *, log_decay: Tensor | None, **how: Any
@@ -204,65 +176,39 @@ class QueryCleaner(Owner):
         return torch.rad2deg(2 * torch.asin(((before - after).norm(dim=-1) / 2).clamp(max=1)))
 
     def mix(
-        self,
-        raw: Float[Tensor, "B T H K"],
-        q: Float[Tensor, "B T H F"],
-        k: Float[Tensor, "B T H F"],
-        v: Float[Tensor, "B T Hv V"],
-        seqs: Sequences,
-        state: LayerState | None,
-        output_state: bool,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        scale: float | None = None,
-    ) -> tuple[Float[Tensor, "B T Hv V"], LayerState]:
-        """Cleaning, then write and read of all tokens, as `step` has it for one; and the states, where asked for."""
-        q, k, covariance = self(raw, q, k, seqs, state, output_state, g)
-        o, recurrent = recurrence(
-            q, k, v, g, beta, scale, None if state is None else state["recurrent"], output_state, seqs.cu_seqlens,
-            self.backend,
-        )  # fmt: skip
-        new = {"recurrent": recurrent, "covariance": covariance}
-        return o, {name: x for name, x in new.items() if x is not None}
-
-    def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
-        if self.current_key_init is None:
-            return q
-        return q - (self.current_key[:, None] * k).to(q.dtype)
+        self, raw: Float[Tensor, "B T H K"], q: Float[Tensor, "B T H F"], k: Float[Tensor, "B T H F"],
+        v: Float[Tensor, "B T Hv V"], seqs: Sequences | None, state: Any, new: LayerState | None,
+        g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    ) -> Float[Tensor, "B T Hv V"]:  # fmt: skip
+        """Cleaning, then write and read: of all tokens, or without `seqs` of one more, [B, H, K]. As `Mixer.run`."""
+        if seqs is None:
+            return self.step(raw, q, k, v, state, g, beta, scale)
+        q, k, covariance = self(raw, q, k, seqs, state, new is not None, g)
+        past = None if state is None else state["recurrent"]
+        o, recurrent = recurrence(q, k, v, g, beta, scale, past, new is not None, seqs.cu_seqlens, self.backend)
+        if new is not None:
+            new["recurrent"] = recurrent
+            if covariance is not None:
+                new["covariance"] = covariance
+        return o
 
     def step(
-        self,
-        raw: Float[Tensor, "B H K"],
-        q: Float[Tensor, "B H F"],
-        k: Float[Tensor, "B H F"],
-        v: Float[Tensor, "B Hv V"],
-        state: LayerState,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Float[Tensor, "B Hv V"]:
-        """Gate, cleaning, write and read of one token, in place: what `gate`, `forward` and the recurrence do.
-
-        They are one call because the states' traffic is what a step costs.
-        """
+        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LayerState, g: Tensor | None = None,
+        beta: Tensor | None = None, scale: float | None = None,
+    ) -> Float[Tensor, "B Hv V"]:  # fmt: skip
+        """`mix` of one token, in place. It is one call because the states' traffic is what a step costs."""
         if not self.plain:  # else the step makes them unit
             q, k = self.prepare(q, k)
         cleaning = None
-        if self.control:
+        if self.clean and (self.control or self.read["step"] not in reference.FUSED):
             decay = self.log_decay(k, g)
             q, k, new = self.operator(
                 q[:, None], k[:, None], self.gate(raw)[:, None], log_decay=None if decay is None else decay[:, None],
-                centred=self.centred, normalize=self.normalize, initial_state=state["covariance"],
-                output_final_state=True, backend=self.backend, **self.read,
+                initial_state=state["covariance"], output_final_state=True, **self.how,
             )  # fmt: skip
             q, k = q[:, 0], k[:, 0]
             for old, x in zip(*map(pytree.tree_leaves, (state["covariance"], new)), strict=True):
                 old.copy_(x)
-        elif self.clean and not self.fused:
-            q, k, _ = clean_query_step(
-                q, k, self.gate(raw), state["covariance"], self.centred, self.normalize, inplace=True,
-                backend=self.backend, log_decay=self.log_decay(k, g), **self.read,
-            )  # fmt: skip
         elif self.clean:
             cleaning = Cleaning(
                 state["covariance"],
@@ -278,6 +224,9 @@ class QueryCleaner(Owner):
             self.without_current_key(q, k), k, v, state["recurrent"], g, beta, scale,
             unit_qk=self.plain and self.unit_qk, cleaning=cleaning, backend=self.backend,
         )  # fmt: skip
+
+    def without_current_key(self, q: Tensor, k: Tensor) -> Tensor:
+        return q - (self.current_key[:, None] * k).to(q.dtype) if self.current_key_read else q
 
     def new_state(self, n: int, device: torch.device | str | None, dtype: torch.dtype) -> LayerState:
         """{"covariance": zeros} where a covariance is kept, {} elsewhere."""
@@ -299,18 +248,15 @@ class QueryCleaner(Owner):
         return total + (2.0 * self.gate_weight.numel() if self.has_gate else 0.0)
 
 
+def logit(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
 def mean_q(
-    q: Float[Tensor, "B T H F"],
-    k: Float[Tensor, "B T H F"],
-    log_decay: Float[Tensor, "B T H"] | None,
-    *,
-    normalize: str,
-    initial_state: CovarianceState | None,
-    cu_seqlens: Tensor | None = None,
-    output_final_state: bool = False,
-    centred: bool = True,
-    backend: str = "auto",
-) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:
+    q: Float[Tensor, "B T H F"], k: Float[Tensor, "B T H F"], log_decay: Float[Tensor, "B T H"] | None, *,
+    normalize: str, initial_state: CovarianceState | None, cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False, **_: object,
+) -> tuple[Float[Tensor, "B T H F"], Float[Tensor, "B T H F"], CovarianceState | None]:  # fmt: skip
     """As `sigma_q`, with m m^T in the place of Sigma_t, m the mean of the keys so far: y = m (m . q).
 
     The sums of keys and their weights are what linear attention remembers under a key that is always 1. A state has no

@@ -10,23 +10,87 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ccq.mixers.base import LayerState, Mixer, Sequences
 from ccq.mixers.cleaning import QueryCleaner
-from ccq.mixers.conv import ShortConv, final_state, step_together
-from ccq.mixers.feature_maps import make_feature_map
+from ccq.mixers.conv import ShortConv, convolve
 from ccq.mixers.linear import project
 from ccq.mixers.norms import GatedRMSNorm, RMSNorm
-from ccq.ops.precision import stats_dtype
+from ccq.ops.precision import no_autocast, stats_dtype
 from ccq.ops.recurrence import flops
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
 
 
-class KeyValueMixer(Mixer):
+Gates = tuple[Tensor | None, Tensor | None]  # log-decay g and strength beta of the delta rule
+
+
+class Hedgehog(nn.Module):
+    """softmax of [2 W x, -2 W x], with W [F / 2, K] learned and shared by the heads.
+
+    W starts semi-orthogonal. Positive features that can be as peaked as a softmax over keys.
+    """
+
+    def __init__(self, size: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features // 2, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta or getattr(self.weight, "_is_hf_initialized", False):
+            return
+        drawn = torch.empty_like(self.weight, dtype=stats_dtype(self.weight.dtype))  # no QR in half precision
+        with torch.no_grad():
+            self.weight.copy_(nn.init.orthogonal_(drawn))
+
+    def forward(self, x: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H F"]:
+        y = F.linear(x, self.weight.to(x.dtype))
+        with no_autocast(x):  # which would return fp32
+            y = 2 * y.to(stats_dtype(x.dtype))
+            return torch.cat([y, -y], -1).softmax(-1).to(x.dtype)
+
+
+def make_feature_map(name: str, size: int, half_features: int) -> tuple[nn.Module, int]:
+    """The map called `name` for heads of `size`, and how many features it gives."""
+    if name == "identity":
+        return nn.Identity(), size
+    return Hedgehog(size, 2 * half_features), 2 * half_features
+
+
+class RecurrentMixer(Mixer):
+    """A mixer whose state is that of a convolution (where it has one), of `recurrence`, and of the cleaning."""
+
+    delta = False  # whether it writes by the delta rule
+    heads: int
+    features: int
+    value_size: int
+    conv_size: int | None
+    widths: list[int]  # channels of what is convolved, in the order in which they lie in the convolution's state
+    cleaner: QueryCleaner
+    keys_too = False  # whether keys are remembered under a key, before the values
+
+    def new_state(
+        self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
+    ) -> LayerState:
+        state: LayerState = {}
+        if self.conv_size is not None:
+            state["conv"] = torch.zeros(n, sum(self.widths), self.conv_size - 1, device=device, dtype=dtype)
+        shape = (n, self.heads, self.features, self.value_size + (self.features if self.keys_too else 0))
+        state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
+        return state | self.cleaner.new_state(n, device, dtype)
+
+    def flops(self, length: int) -> float:
+        conv = 0.0 if self.conv_size is None else 2.0 * self.conv_size * sum(self.widths)
+        return conv + self.cleaner.flops() + self.memory_flops()
+
+    def memory_flops(self) -> float:
+        return flops(self.heads, self.features, self.value_size, self.delta)
+
+
+class KeyValueMixer(RecurrentMixer):
     """q, k, v -> (short convolution) -> (feature map) -> (cleaning) -> state -> norm, gate -> output.
 
     A subclass gives `gates`, the log-decay g and the strength beta of the delta rule, and `writers`, the Linears that
@@ -34,7 +98,6 @@ class KeyValueMixer(Mixer):
     """
 
     silu = False  # whether q, k and v pass a SiLU without a convolution too
-    delta = False  # whether `gates` returns a beta
     convolved = 3  # how many of q, k, v pass the convolution
     low_rank_gate = False  # whether the output gate is KDA's: two Linears, then a sigmoid
 
@@ -47,12 +110,13 @@ class KeyValueMixer(Mixer):
         self.k_proj = nn.Linear(hidden, self.key_width, bias=False)
         self.v_proj = nn.Linear(hidden, self.value_width, bias=False)
         self.conv_size = config.conv_size
+        self.widths = [self.key_width, self.key_width, self.value_width][: self.convolved]
         if self.conv_size is not None:
             for name, width in zip("qkv", self.widths, strict=False):
                 conv = ShortConv(width, self.conv_size, std=config.initializer_range)
                 self.add_module(f"{name}_conv1d", conv)
-        self.feature_map_q, self.features = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
-        self.feature_map_k, _ = make_feature_map(config.feature_map, self.key_size, config.feature_map_size)
+        maps = (config.feature_map, self.key_size, config.feature_map_size)
+        (self.feature_map_q, self.features), (self.feature_map_k, _) = make_feature_map(*maps), make_feature_map(*maps)
         self.cleaner = QueryCleaner(config, self.heads, self.key_size, self.features)
         self.g_proj: Any = None
         if not config.output_gate:
@@ -66,11 +130,6 @@ class KeyValueMixer(Mixer):
         self.o_proj = nn.Linear(self.value_width, hidden, bias=False)
 
     @property
-    def widths(self) -> list[int]:
-        """Channels of what is convolved of q, k and v, in the order in which they lie in the convolution's state."""
-        return [self.key_width, self.key_width, self.value_width][: self.convolved]
-
-    @property
     def convs(self) -> list[ShortConv]:
         return [getattr(self, f"{name}_conv1d") for name in "qkv"[: self.convolved]]
 
@@ -78,7 +137,7 @@ class KeyValueMixer(Mixer):
     def writers(self) -> list[nn.Linear]:
         return []
 
-    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> Gates:
         """g [*B, H] or [*B, H, F] and beta [*B, H]; None for no decay, and for an additive write.
 
         `projected` is what the `writers` made of x.
@@ -96,84 +155,28 @@ class KeyValueMixer(Mixer):
             gate = self.g_proj[1](gate)
         return made[:3], made[3:], gate
 
-    def heads_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[*B, H * K] -> [*B, H, K]"""
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
-        return q, k, v
+    def run(self, x: Tensor, seqs: Sequences | None, state: Any, new: LayerState | None) -> Tensor:
+        qkv, written, gate = self.projected(x)
+        if self.conv_size is not None:
+            inputs = qkv[: self.convolved]
+            qkv[: self.convolved] = convolve(self.convs, inputs, seqs, state, new, self.config.backend)
+        elif self.silu:
+            qkv = [F.silu(y) for y in qkv]
+        raw, k, v = (y.unflatten(-1, (self.heads, -1)) for y in qkv)
+        q, k = self.feature_map_q(raw), self.feature_map_k(k)
+        return self.output(self.mix(raw, q, k, v, seqs, state, new, *self.gates(x, *written)), gate)
 
     def output(self, o: Float[Tensor, "*B H V"], gate: Float[Tensor, "*B HV"] | None) -> Float[Tensor, "*B D"]:
         o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (self.heads, -1)))
         return self.o_proj(o.flatten(-2))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        seqs: Sequences,
-        state: LayerState | None = None,
-        output_state: bool = False,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        new: LayerState = {}
-        qkv, written, gate = self.projected(x)
-        if self.conv_size is not None:
-            inputs = qkv[: self.convolved]
-            past = [None] * len(inputs) if state is None else state["conv"].split(self.widths, 1)
-            if output_state:
-                ends = [final_state(y, seqs, self.conv_size, p) for y, p in zip(inputs, past, strict=True)]
-                new["conv"] = torch.cat(ends, 1)
-            qkv[: self.convolved] = [conv(y, seqs, p) for conv, y, p in zip(self.convs, inputs, past, strict=True)]
-        elif self.silu:
-            qkv = [F.silu(y) for y in qkv]
-        raw, k, v = self.heads_of(*qkv)
-        q, k = self.feature_map_q(raw), self.feature_map_k(k)
-        o, states = self.mix(raw, q, k, v, seqs, state, output_state, *self.gates(x, *written))
-        return self.output(o, gate), new | states if output_state else None
-
-    @torch.no_grad()
-    def step(
-        self, x: Float[Tensor, "B D"], state: LayerState, positions: Int[Tensor, " B"] | None = None
-    ) -> Float[Tensor, "B D"]:
-        qkv, written, gate = self.projected(x)
-        if self.conv_size is not None:
-            inputs = qkv[: self.convolved]
-            qkv[: self.convolved] = step_together(self.convs, inputs, state["conv"], self.config.backend)
-        elif self.silu:
-            qkv = [F.silu(y) for y in qkv]
-        raw, k, v = self.heads_of(*qkv)
-        q, k = self.feature_map_q(raw), self.feature_map_k(k)
-        o = self.mix_step(raw, q, k, v, state, *self.gates(x, *written))
-        return self.output(o, gate)
-
-    def mix(self, *arguments: Any) -> tuple[Float[Tensor, "B T H V"], LayerState]:
+    def mix(self, *arguments: Any) -> Float[Tensor, "*B H V"]:
         """What `QueryCleaner.mix` is asked, of a backbone whose memory is the one of `recurrence`."""
         return self.cleaner.mix(*arguments)
 
-    def mix_step(self, *arguments: Any) -> Float[Tensor, "B H V"]:
-        return self.cleaner.step(*arguments)
-
-    def new_state(
-        self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
-    ) -> LayerState:
-        state: LayerState = {}
-        if self.conv_size is not None:
-            state["conv"] = torch.zeros(n, sum(self.widths), self.conv_size - 1, device=device, dtype=dtype)
-        shape = (n, self.heads, self.features, self.memory_width)
-        state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
-        return state | self.cleaner.new_state(n, device, dtype)
-
     def flops(self, length: int) -> float:
-        conv = 0.0 if self.conv_size is None else 2.0 * self.conv_size * sum(self.widths)
-        maps = sum(
-            2.0 * self.heads * w.numel() for m in (self.feature_map_q, self.feature_map_k) for w in m.parameters()
-        )
-        return conv + maps + self.cleaner.flops() + self.memory_flops()
-
-    @property
-    def memory_width(self) -> int:
-        """Of what is remembered under a key."""
-        return self.value_size
-
-    def memory_flops(self) -> float:
-        return flops(self.heads, self.features, self.value_size, self.delta)
+        maps = [w for m in (self.feature_map_q, self.feature_map_k) for w in m.parameters()]
+        return super().flops(length) + sum(2.0 * self.heads * w.numel() for w in maps)
 
 
 def low_rank(width: int, rank: int, out: int, bias: bool = False) -> nn.Sequential:

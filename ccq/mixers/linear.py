@@ -46,9 +46,9 @@ def project(x: Float[Tensor, "*B D"], linears: Sequence[nn.Linear], backend: str
     """What each of the Linears makes of x."""
     call = few_rows(x, linears)  # it asks first: what stands in the place of a Linear may have no bias to look at
     if choose("linear", call, backend) == "triton" and all(linear.bias is None for linear in linears):
-        from ccq.mixers import fused_linear  # imports Triton
+        from ccq.mixers import kernels  # imports Triton
 
-        return fused_linear.project(x, [linear.weight for linear in linears])
+        return kernels.project(x, [linear.weight for linear in linears])
     if call.device.type == "cuda" and one_gradient(x, linears):
         return together(x, [linear.weight for linear in linears])
     return [linear(x) for linear in linears]

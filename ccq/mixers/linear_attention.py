@@ -1,32 +1,50 @@
-"""The simplest writes, to show that the cleaning does not depend on them: none forgets by what it sees.
+"""The backbones of linear attention: what their state forgets, and how it is written.
 
     linear attention    S_t = S_{t-1} + k_t v_t^T
     RetNet              S_t = exp(g) S_{t-1} + k_t v_t^T,    g = log(1 - 2^(-5-h)) in head h
+    GLA                 S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    g_t = logsigmoid(W_2 W_1 x_t + b) / 16
     DeltaNet            S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,    beta_t = sigmoid(W_b x_t)
+    Gated DeltaNet      the same with exp(g_t) S_{t-1} for S_{t-1},    g_t = -exp(A_log) softplus(W_a x_t + dt_bias)
+    KDA                 the same with diag(exp(g_t)) S_{t-1},    W_2 W_1 for W_a
+    MesaNet             [H_t, S_t] = exp(g_t) [H_{t-1}, S_{t-1}] + beta_t k_t [k_t, v_t]^T
+                        o_t = S_t^T x*_t,    (H_t + diag(Lambda)) x*_t = q_t by conjugate gradient
 
-D hidden size, H heads.
+The delta rule replaces what k stored before, instead of adding to it. W_1 is of rank 16 in GLA, of rank V in KDA, whose
+output gate is of that rank too, and a sigmoid. In MesaNet g_t = logsigmoid(W_a x_t + b_a), beta_t = sigmoid(W_b x_t +
+b_b), and Lambda = softplus(.) + 1/4, one a head and channel, from 1.
+
+D hidden size, H heads, F features of a key, V value size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.mixers.base import register
-from ccq.mixers.gated_deltanet import high
-from ccq.mixers.key_value import KeyValueMixer
-from ccq.ops.precision import stats_dtype
+from ccq.mixers.base import LayerState, Sequences, register
+from ccq.mixers.key_value import Gates, KeyValueMixer, low_rank
+from ccq.mixers.linear import few_rows
+from ccq.mixers.norms import fused
+from ccq.ops.choose import Call, choose, unwatched
+from ccq.ops.precision import high, stats_dtype
+from ccq.ops.recurrence.mesa import flops, mesa, mesa_step
 
 if TYPE_CHECKING:
     from ccq.model.config import CCQConfig
 
+LEAST = 0.25  # of Lambda, so that the system is never close to singular
+START = math.log(math.expm1(1 - LEAST))  # softplus(START) + LEAST = 1
+
 
 @register("linear_attention")
 class LinearAttention(KeyValueMixer):
-    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[None, None]:
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         return None, None
 
 
@@ -34,15 +52,43 @@ class LinearAttention(KeyValueMixer):
 class RetNet(KeyValueMixer):
     """RetNet's decays, from 1/32 of the state a token to 2^-(4+H); without its rotation of q and k."""
 
-    def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> tuple[Float[Tensor, "*B H"], None]:
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         head = torch.arange(self.heads, device=x.device, dtype=stats_dtype(x.dtype))
         return torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:-1], -1), None
 
 
+@register("gla")
+class GatedLinearAttention(KeyValueMixer):
+    """Gated linear attention: each channel of the key forgets at its own, data-dependent rate."""
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.normalizer = config.gate_normalizer
+        self.gk_proj = low_rank(config.hidden_size, config.gate_low_rank, self.heads * self.features, bias=True)
+
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.gk_proj[0]]  # type: ignore[list-item]
+
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
+        (low,) = projected
+        last: nn.Linear = self.gk_proj[1]  # type: ignore[assignment]
+        if choose("linear", few_rows(low, [last]), self.config.backend) == "triton":
+            from ccq.mixers import kernels  # imports Triton
+
+            g = kernels.low_rank_decay(low, last.weight, last.bias, self.normalizer)
+            return g.unflatten(-1, (self.heads, -1)), None
+        raw = last(low).unflatten(-1, (self.heads, -1))
+        if fused(raw):
+            from fla.modules.activations import logsigmoid
+
+            return logsigmoid(raw, self.normalizer), None
+        return F.logsigmoid(raw) / self.normalizer, None
+
+
 @register("deltanet")
 class DeltaNet(KeyValueMixer):
-    silu = True
-    delta = True
+    silu = delta = True
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -52,6 +98,122 @@ class DeltaNet(KeyValueMixer):
     def writers(self) -> list[nn.Linear]:
         return [self.b_proj]
 
-    def gates(self, x: Float[Tensor, "*B D"], *projected: Float[Tensor, "*B H"]) -> tuple[None, Float[Tensor, "*B H"]]:
-        (b,) = projected
-        return None, high(b).sigmoid()
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
+        return None, high(projected[0]).sigmoid()
+
+
+@register("gated_deltanet")
+class GatedDeltaNet(KeyValueMixer):
+    silu = delta = True
+    A_log: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    least_rate = 0.0  # exp(A_log) starts between this and 16
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        decays = self.add_projection(config.hidden_size)
+        self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.own("A_log", self.heads, start=functools.partial(log_uniform_, low=self.least_rate))
+        self.own("dt_bias", decays, start=inverse_softplus_of_times_)
+
+    def add_projection(self, hidden: int) -> int:
+        """Add what the decays are made from; how many there are."""
+        self.a_proj = nn.Linear(hidden, self.heads, bias=False)
+        return self.heads
+
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.a_proj, self.b_proj]
+
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
+        a, b = projected
+        call = Call(a.device, a.dtype, unwatched=unwatched(a))
+        if a.numel() and choose("decay", call, self.config.backend) == "triton":
+            from ccq.mixers import kernels  # imports Triton
+
+            return kernels.gates(a, b, self.A_log, self.dt_bias)
+        return log_decay(a, self.A_log, self.dt_bias)[0], high(b).sigmoid()
+
+
+@register("kda")
+class KimiDeltaAttention(GatedDeltaNet):
+    low_rank_gate = True
+    least_rate = 1.0
+    dt_bias: Tensor  # [H * F]
+
+    def add_projection(self, hidden: int) -> int:
+        self.f_proj = low_rank(hidden, self.value_size, self.heads * self.features)
+        return self.heads * self.features
+
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.f_proj[0], self.b_proj]  # type: ignore[list-item]
+
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
+        low, b = projected
+        a = self.f_proj[1](low).unflatten(-1, (self.heads, -1))
+        g, _ = log_decay(a, self.A_log[:, None], self.dt_bias.unflatten(0, (self.heads, -1)))
+        return g, high(b).sigmoid()
+
+
+@register("mesa")
+class Mesa(KeyValueMixer):
+    """MesaNet, whose query solves for the keys before it reads. Its state counts H too; values pass no convolution."""
+
+    convolved = 2
+    keys_too = True
+    lambda_params: Tensor  # [H * F]
+
+    def __init__(self, config: CCQConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.cg_steps = config.cg_steps
+        self.a_proj = nn.Linear(config.hidden_size, self.heads)
+        self.b_proj = nn.Linear(config.hidden_size, self.heads)
+        self.own("lambda_params", self.heads * self.features, start=START)
+
+    @property
+    def writers(self) -> list[nn.Linear]:
+        return [self.a_proj, self.b_proj]
+
+    def gates(self, x: Tensor, *projected: Tensor) -> Gates:
+        a, b = projected
+        return F.logsigmoid(high(a)), high(b).sigmoid()
+
+    @property
+    def ridge(self) -> Float[Tensor, "H F"]:
+        """Lambda."""
+        return (F.softplus(self.lambda_params) + LEAST).unflatten(0, (self.heads, -1))
+
+    def mix(
+        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences | None, state: Any,
+        new: LayerState | None, g: Tensor, beta: Tensor,
+    ) -> Float[Tensor, "*B H V"]:  # fmt: skip
+        q, k = self.cleaner.prepare(q, k)
+        how = (q, k, v, g, beta, self.ridge, self.cg_steps)
+        if seqs is None:
+            return mesa_step(*how, state["recurrent"])
+        o, recurrent = mesa(*how, None if state is None else state["recurrent"], new is not None, seqs.cu_seqlens)
+        if new is not None:
+            new["recurrent"] = recurrent
+        return o
+
+    def memory_flops(self) -> float:
+        return flops(self.heads, self.features, self.value_size, self.cg_steps)
+
+
+def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """-exp(A_log) * dt and dt = softplus(x + dt_bias), in fp32 (fp64 for fp64): Mamba2's time step and decay."""
+    x = high(x)
+    dt = F.softplus(x + dt_bias.to(x.dtype))
+    return -A_log.to(x.dtype).exp() * dt, dt
+
+
+def log_uniform_(x: Tensor, low: float) -> None:
+    """log of a uniform number between `low` and 16."""
+    nn.init.uniform_(x, low, 16.0).clamp_(min=1e-6).log_()  # the draw may be 0, and its log must be finite
+
+
+def inverse_softplus_of_times_(x: Tensor, least: float = 1e-3, most: float = 0.1) -> None:
+    """b with softplus(b) between `least` and `most`, uniform in the logarithm."""
+    dt = nn.init.uniform_(x, math.log(least), math.log(most)).exp()
+    x.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -12,21 +12,12 @@ from torch import Tensor, nn
 
 from ccq.ops import precision
 from ccq.ops.choose import Call, choose
-from ccq.ops.precision import EPS, stats_dtype
+from ccq.ops.precision import EPS, high
 
 
 def fused(x: Tensor) -> bool:
     """Whether fla's kernels take `x`."""
     return choose("norm", Call(x.device, x.dtype)) == "fla"
-
-
-def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*B D"]:
-    """x / sqrt(mean(x^2) + eps) * weight."""
-    if fused(x):
-        from fla.modules.norm.layernorm import rms_norm as kernel
-
-        return kernel(x, weight, None, eps=eps)
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 class RMSNorm(nn.Module):
@@ -41,7 +32,11 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        return rms_norm(x, self.weight, self.eps)
+        if fused(x):
+            from fla.modules.norm.layernorm import rms_norm
+
+            return rms_norm(x, self.weight, None, eps=self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -72,9 +67,8 @@ class GatedRMSNorm(RMSNorm):
 
             activation = "sigmoid" if self.sigmoid else "swish"
             return rms_norm_gated(x, gate, self.weight, None, activation=activation, eps=self.eps)
-        high = stats_dtype(x.dtype)
         activate = torch.sigmoid if self.sigmoid else F.silu
-        y, opened, weight = x.to(high), activate(gate.to(high)), self.weight.to(high)
+        y, opened, weight = high(x), activate(high(gate)), high(self.weight)
         if self.gate_first:
             y = y * opened
         parts = y.unflatten(-1, (self.groups, -1))

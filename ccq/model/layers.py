@@ -25,9 +25,9 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         how = choose("swiglu", few_rows(x, (self.gate_proj, self.up_proj)))
         if how == "triton":
-            from ccq.mixers import fused_linear  # imports Triton
+            from ccq.mixers import kernels  # imports Triton
 
-            return self.down_proj(fused_linear.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
+            return self.down_proj(kernels.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         gate, up = project(x, (self.gate_proj, self.up_proj))
         if how == "fla":
             from fla.modules.activations import swiglu, swiglu_linear

@@ -1,10 +1,9 @@
 """The operations of linear attention with cleaned queries; a folder an operator, and `choose` says what runs of it."""
 
 from ccq.ops.choose import BackendFallbackWarning, BackendUnavailableError, backends
-from ccq.ops.clean import clean_query, correction, sigma_q
-from ccq.ops.clean.gating import Gate, gate
+from ccq.ops.clean import clean_query, clean_query_step, correction, sigma_q, sigma_q_step
+from ccq.ops.clean.library import Gate, gate
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.clean.step import clean_query_step, sigma_q_step
 from ccq.ops.recurrence.decode import Cleaning, decode_step
 
 __all__ = [

@@ -7,15 +7,16 @@ are checked for CPU tensors, and on a GPU only with CCQ_CHECK=1 in the environme
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ccq.names import nearest
-from ccq.ops.choose import check_backend
-from ccq.ops.clean.reference import STEPS
+from ccq.ops.choose import check_backend, one_of
+from ccq.ops.clean.reference import STEPS, Read
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import stats_dtype
 
@@ -24,26 +25,46 @@ NORMALIZE = ("unit", "none", "stats")
 MOST_STEPS = 4
 
 
-def check_call(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | tuple[Tensor, Tensor] | None,
-    state: CovarianceState | None,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    backend: str,
-    *,
-    tokens: bool,
+def check_tensor(
+    name: str, x: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, why: str = ""
 ) -> None:
+    """Raise unless x is a tensor of this shape and dtype (any float without one); `why` the dtype is expected."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if dtype is None and x.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
+    if dtype is not None and x.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}{why}, got {x.dtype}")
+
+
+def same_device(q: Tensor, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+
+
+def same_dtype(q: Tensor, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+
+
+def check_call(
+    q: Tensor, k: Tensor, lam: Any, state: CovarianceState | None, cu_seqlens: Tensor | None, how: Read, backend: str,
+    *, tokens: bool,
+) -> None:  # fmt: skip
     """Raise unless the arguments fit together (None: there is no lam). `tokens`: q is [B, T, Hq, K], not [B, Hq, K]."""
     axes = "B, T, Hq, K" if tokens else "B, Hq, K"
-    if isinstance(lam, tuple) and not tokens:
+    gated = isinstance(lam, tuple)
+    if gated and not tokens:
         raise TypeError("lam: expected a tensor [B, Hq] for one token, got a tuple; ccq.ops.gate makes it of a Gate")
-    if isinstance(lam, tuple) and len(lam) != 2:
+    if gated and len(lam) != 2:
         raise TypeError(f"lam: expected a tensor, or a Gate of weight and bias, got a tuple of {len(lam)}")
-    for name, x in (("q", q), ("k", k), ("lam", q if lam is None or isinstance(lam, tuple) else lam)):
-        check_float(name, x)
+    lam, by = (None, lam) if gated else (lam, None)
+    for name, x in (("q", q), ("k", k), ("lam", q if lam is None else lam)):
+        check_tensor(name, x)
     if q.ndim != (4 if tokens else 3):
         raise ValueError(f"q: expected shape [{axes}], got {tuple(q.shape)}")
     heads, key_size = q.shape[-2], q.shape[-1]
@@ -54,61 +75,44 @@ def check_call(
             f"k: expected shape [{axes.replace('Hq', 'Hk')}] with q's sizes but for the heads, "
             f"q being {tuple(q.shape)}, got {tuple(k.shape)}"
         )
-    key_heads = k.shape[-2]
-    if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {key_heads}")
-    if isinstance(lam, tuple):
-        check_gate(q, *lam)
+    if k.shape[-2] == 0 or heads % k.shape[-2]:
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {k.shape[-2]}")
+    if by is not None:
+        check_gate(q, *by)
     elif lam is not None and lam.shape != q.shape[:-1]:
-        raise ValueError(
-            f"lam: expected shape [{axes.removesuffix(', K')}] = {tuple(q.shape[:-1])}, got {tuple(lam.shape)}"
-        )
-    if k.dtype != q.dtype:
-        raise TypeError(f"k: expected q's dtype {q.dtype}, got {k.dtype}")
-    same_device("k", k, q)
-    if isinstance(lam, Tensor):
-        same_device("lam", lam, q)
-    if not isinstance(centred, bool):
-        raise TypeError(f"centred: expected True or False, got {centred!r}")
-    if normalize not in NORMALIZE:
-        raise ValueError(
-            f"normalize: expected one of {', '.join(NORMALIZE)}, got {normalize!r}.{nearest(normalize, NORMALIZE)}"
-        )
+        shape = f"[{axes.removesuffix(', K')}] = {tuple(q.shape[:-1])}"
+        raise ValueError(f"lam: expected shape {shape}, got {tuple(lam.shape)}")
+    same_dtype(q, k=k)
+    same_device(q, k=k, lam=lam)
+    if not isinstance(how.centred, bool):
+        raise TypeError(f"centred: expected True or False, got {how.centred!r}")
+    one_of("normalize", how.normalize, NORMALIZE)
     check_backend(backend)
-    sequences = q.shape[0]
-    if cu_seqlens is not None:
-        sequences = check_cu_seqlens(cu_seqlens, q)
+    sequences = q.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
     if state is not None:
         _check_state("initial_state" if tokens else "state", state, sequences, k)
 
 
 def check_read(step: str, steps: int, log_decay: Tensor | None, k: Tensor) -> None:
     """Raise unless these say how a query is read beside the paper's way, for keys k [..., Hk, K] that were checked."""
-    if step not in STEPS:
-        raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}.{nearest(step, tuple(STEPS))}")
+    one_of("step", step, tuple(STEPS))
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"steps: expected a whole number from 1 to {MOST_STEPS}, got {steps!r}")
     if log_decay is None:
         return
-    check_float("log_decay", log_decay)
+    check_tensor("log_decay", log_decay)
     if log_decay.shape != k.shape[:-1]:
-        raise ValueError(
-            f"log_decay: expected one a token and key head, {tuple(k.shape[:-1])}, got {tuple(log_decay.shape)}"
-        )
-    same_device("log_decay", log_decay, k)
-    looked = log_decay.device.type == "cpu" or os.environ.get("CCQ_CHECK") == "1"
-    if looked and log_decay.numel() and not torch.compiler.is_compiling():
+        expected = f"one a token and key head, {tuple(k.shape[:-1])}"
+        raise ValueError(f"log_decay: expected {expected}, got {tuple(log_decay.shape)}")
+    same_device(k, log_decay=log_decay)
+    if looked_at(log_decay) and log_decay.numel() and not torch.compiler.is_compiling():
         largest = log_decay.detach().max().item()
         if largest > 0:
             raise ValueError(f"log_decay: expected values up to 0, got {largest:g}")
 
 
-def same_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
-
-
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
+    """How many sequences there are."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected an integer tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -117,28 +121,24 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
         raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
     if q.shape[0] != 1:
         raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {q.shape[0]}")
-    same_device("cu_seqlens", cu_seqlens, q)
+    same_device(q, cu_seqlens=cu_seqlens)
     return cu_seqlens.shape[0] - 1
 
 
 def _check_state(name: str, state: CovarianceState, sequences: int, k: Tensor) -> None:
     if not isinstance(state, CovarianceState):
         raise TypeError(f"{name}: expected a CovarianceState, got {type(state).__name__}")
-    heads, key_size = k.shape[-2], k.shape[-1]
-    high = stats_dtype(k.dtype)
-    for field, x, shape, dtype in (  # C as it is stored: reading it would mend it, and decoding asks at every token
-        ("second_moment", state._second_moment, (sequences, heads, key_size, key_size), high),
-        ("key_sum", state.key_sum, (sequences, heads, key_size), high),
-        *([("count", state.count, (sequences, heads), high)] if weighs(state) else []),
-        *([] if weighs(state) else [("count", state.count, (sequences,), torch.int64)]),
-    ):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}.{field}: expected a tensor, got {type(x).__name__}")
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(x.shape)}")
-        if x.dtype != dtype:
-            raise TypeError(f"{name}.{field}: expected {dtype} for {k.dtype} keys, got {x.dtype}")
-        same_device(f"{name}.{field}", x, k)
+    heads, size = k.shape[-2:]
+    high, why = stats_dtype(k.dtype), f" for {k.dtype} keys"
+    # C as it is stored: reading it would mend it, and decoding asks at every token
+    check_tensor(f"{name}.second_moment", state._second_moment, (sequences, heads, size, size), high, why)
+    check_tensor(f"{name}.key_sum", state.key_sum, (sequences, heads, size), high, why)
+    if weighs(state):
+        check_tensor(f"{name}.count", state.count, (sequences, heads), high, why)
+    else:
+        check_tensor(f"{name}.count", state.count, (sequences,), torch.int64, why)
+    tensors = {"second_moment": state._second_moment, "key_sum": state.key_sum, "count": state.count}
+    same_device(k, **{f"{name}.{field}": x for field, x in tensors.items()})
 
 
 def weighs(state: CovarianceState) -> bool:
@@ -155,27 +155,16 @@ def check_decays(state: CovarianceState, name: str = "state") -> None:
         )
 
 
-def check_float(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
-
-
 def check_gate(q: Tensor, weight: Tensor, bias: Tensor) -> None:
     """Raise unless weight and bias make a gate of q [..., H, K]."""
-    for name, x in (("q", q), ("weight", weight), ("bias", bias)):
-        check_float(name, x)
+    check_tensor("q", q)
     if q.ndim < 2:
         raise ValueError(f"q: expected shape [..., H, K], got {tuple(q.shape)}")
     heads, size = q.shape[-2:]
-    high = stats_dtype(q.dtype)
-    for name, x, shape in (("weight", weight, (heads, heads * size)), ("bias", bias, (heads,))):
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(x.shape)}")
-        if x.dtype != high:
-            raise TypeError(f"{name}: expected {high} for {q.dtype} queries, got {x.dtype}")
-        same_device(name, x, q)
+    high, why = stats_dtype(q.dtype), f" for {q.dtype} queries"
+    check_tensor("weight", weight, (heads, heads * size), high, why)
+    check_tensor("bias", bias, (heads,), high, why)
+    same_device(q, weight=weight, bias=bias)
 
 
 def check_recurrence(
@@ -191,8 +180,8 @@ def check_recurrence(
     per_head = (*lead, v.shape[-2])
     if g is not None and tuple(g.shape) not in (per_head, tuple(q.shape)):
         raise ValueError(f"g: expected shape {per_head} or {tuple(q.shape)}, got {tuple(g.shape)}")
-    if beta is not None and tuple(beta.shape) != per_head:
-        raise ValueError(f"beta: expected shape {per_head}, got {tuple(beta.shape)}")
+    if beta is not None:
+        check_tensor("beta", beta, per_head)
     expected, high = (n, v.shape[-2], size, v.shape[-1]), stats_dtype(q.dtype)
     if state is not None and (tuple(state.shape) != expected or state.dtype != high):
         raise ValueError(
@@ -215,21 +204,23 @@ def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
     elif innermost is not None and innermost.key() == torch._C._functorch.TransformType.Grad:
         what = "under torch.func.grad"
     else:
-        what = None
-    if what is not None:
-        raise NotImplementedError(
-            f"{function} has no derivative {what} but with backend='reference', which is plain PyTorch; "
-            "torch.autograd.grad and .backward() work with every backend."
-        )
+        return
+    raise NotImplementedError(
+        f"{function} has no derivative {what} but with backend='reference', which is plain PyTorch; "
+        "torch.autograd.grad and .backward() work with every backend."
+    )
+
+
+def looked_at(x: Tensor) -> bool:
+    """Whether the values of x are checked."""
+    return x.device.type == "cpu" or (not x.is_meta and os.environ.get("CCQ_CHECK") == "1")
 
 
 def check_values(
     lam: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, length: int, state: str = "initial_state"
 ) -> None:
     """Raise on values no sequence can have; `state` is what the caller calls it. NaN passes and shows in the output."""
-    if lam.is_meta or (lam.device.type != "cpu" and os.environ.get("CCQ_CHECK") != "1"):
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # under vmap no value can be looked at
+    if not looked_at(lam) or torch._C._functorch.peek_interpreter_stack() is not None:  # vmap lets nobody look
         return
     if lam.numel():
         low, high = (x.item() for x in lam.detach().aminmax())

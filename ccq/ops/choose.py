@@ -316,9 +316,13 @@ def forget() -> None:
 
 
 def check_backend(backend: str) -> None:
-    known = (*NAMES, "auto")
-    if backend not in known:
-        raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}.{nearest(backend, known)}")
+    one_of("backend", backend, (*NAMES, "auto"))
+
+
+def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise unless the argument called `name` is one of `known`."""
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
 
 
 @dataclass(frozen=True)

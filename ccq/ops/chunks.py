@@ -7,6 +7,7 @@ always the first ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,3 +80,34 @@ def per_chunk(x: Tensor, layout: Layout) -> Tensor:
     """[N, ...] -> [M, ...]: of the sequence of each chunk."""
     x = in_order(x, layout.order)
     return torch.cat([x[:n] for n in layout.counts])
+
+
+def scan(
+    layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False, decay: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums of `adds` [M, ...] over the chunks before each one (after it, if `reverse`), begun at `start` [N, ...].
+
+    Returns them and, for each sequence, the sum over all its chunks. `decay` [M, Hk]: a chunk first multiplies by it
+    what comes from before (after) it.
+    """
+    start, sums, ended = in_order(start, layout.order), [], []
+    running = start[:0] if reverse else start
+    ranks = list(zip(adds.split(layout.counts), per_rank(decay, adds, layout), strict=True))
+    for here, left in reversed(ranks) if reverse else ranks:
+        n = here.shape[0]
+        if n > running.shape[0]:  # going back, some sequences begin here
+            running = torch.cat([running, start[running.shape[0] : n]])
+        elif n < running.shape[0]:  # going on, some have ended
+            ended.append(running[n:])
+            running = running[:n]
+        sums.append(running)
+        running = (running if left is None else left * running) + here
+    total = torch.cat([running, start[running.shape[0] :] if reverse else running[:0], *reversed(ended)])
+    return torch.cat(sums[::-1] if reverse else sums), in_order(total, layout.place)
+
+
+def per_rank(decay: Tensor | None, adds: Tensor, layout: Layout) -> Sequence[Tensor | None]:
+    """`decay` [M, Hk] split as `adds` [M, Hk, ...] is, with as many dimensions."""
+    if decay is None:
+        return [None] * len(layout.counts)
+    return decay.view(*decay.shape, *[1] * (adds.ndim - decay.ndim)).split(layout.counts)

@@ -15,34 +15,40 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def high(x: Tensor) -> Tensor:
+    return x.to(stats_dtype(x.dtype))
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager:
     """Autocast would turn the products of the statistics into half precision."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-@contextmanager
-def exact_matmul(x: Tensor):
+def exact_matmul(x: Tensor) -> AbstractContextManager:
     """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
+    return _no_tf32(x) if x.is_cuda else no_autocast(x)
+
+
+@contextmanager
+def _no_tf32(x: Tensor):
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision
-    with no_autocast(x):
-        if x.is_cuda and precision != "ieee":
-            matmul.fp32_precision = "ieee"
-        try:
+    matmul.fp32_precision = "ieee"
+    try:
+        with no_autocast(x):
             yield
-        finally:
-            if matmul.fp32_precision != precision:
-                matmul.fp32_precision = precision
+    finally:
+        matmul.fp32_precision = precision
 
 
 def inv_norm(x: Tensor) -> Tensor:
     """1 / |x| over the last axis, in the precision of the statistics."""
-    return torch.rsqrt(x.to(stats_dtype(x.dtype)).square().sum(-1, keepdim=True) + EPS)
+    return torch.rsqrt(high(x).square().sum(-1, keepdim=True) + EPS)
 
 
 def unit(x: Tensor) -> Tensor:
-    return x.to(stats_dtype(x.dtype)) * inv_norm(x)
+    return high(x) * inv_norm(x)
 
 
 def unit_backward(dxn: Tensor, xn: Tensor, rnorm: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from helpers import LAYERS, TOLERANCE, assert_close, checked, unit_vector
 
 from ccq import clean_query
 from ccq.mixers import QueryCleaner, Sequences
-from ccq.mixers.feature_maps import Hedgehog, make_feature_map
+from ccq.mixers.key_value import Hedgehog, make_feature_map
 from ccq.mixers.norms import GatedRMSNorm, RMSNorm, unit
 from ccq.model.config import CCQConfig
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import LAYERS, TOLERANCE, assert_close
 from torch import Tensor, nn
 
-from ccq.mixers import Sequences, fused_conv, fused_gates, fused_linear, linear, make_mixer
+from ccq.mixers import Sequences, kernels, linear, make_mixer
 from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.ops import choose
 
@@ -28,7 +28,7 @@ def check(rows, inputs, outputs, dtype, device="cpu"):
     x = draw(rows, inputs, dtype=dtype, device=device)
     options = {"scale": inputs**-0.5, "dtype": dtype, "device": device}
     weights = [draw(n, inputs, seed=n + i + 1, **options) for i, n in enumerate(outputs)]
-    got = fused_linear.project(x, weights)
+    got = kernels.project(x, weights)
     allowed = 2 * TOLERANCE[dtype]
     for y, weight in zip(got, weights, strict=True):
         assert y.dtype == dtype
@@ -36,7 +36,7 @@ def check(rows, inputs, outputs, dtype, device="cpu"):
     gate, up = (draw(outputs[0], inputs, seed=seed, **options) for seed in (1, 2))
     g, u = ((x.double() @ w.double().T).to(dtype).double() for w in (gate, up))  # stored between, as by two Linears
     # half precision: a product near the middle of two numbers may be rounded to either
-    assert_close("swiglu", F.silu(g) * u, fused_linear.swiglu(x, gate, up), 2 * allowed)
+    assert_close("swiglu", F.silu(g) * u, kernels.swiglu(x, gate, up), 2 * allowed)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
@@ -98,16 +98,16 @@ def test_steps_of_a_mixer_with_our_kernels_are_its_steps_without(system, monkeyp
         nn.init.normal_(parameter, std=0.2)
     mixers[1].load_state_dict(mixers[0].state_dict())
     calls = []
-    for module, name in ((fused_linear, "project"), (fused_conv, "step"), (fused_gates, "low_rank_decay")):
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **k: calls.append(n) or f(*a, **k))
+    for name in ("project", "conv_step", "low_rank_decay"):
+        original = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, f=original, n=name, **k: calls.append(n) or f(*a, **k))
     states = [mixer.new_state(2, None, torch.float32) for mixer in mixers]
     for token in draw(2, 3, 64).unbind(1):
         got, ref = (mixer.step(token, state) for mixer, state in zip(mixers, states, strict=True))
         assert_close("y", ref, got, 1e-5)
     for name in states[0].keys() - {"covariance"}:
         assert_close(name, states[1][name], states[0][name], 1e-5)
-    assert calls == ["project", "step" if "delta" in system else "low_rank_decay"] * 3
+    assert calls == ["project", "conv_step" if "delta" in system else "low_rank_decay"] * 3
 
 
 @pytest.mark.gpu
@@ -145,8 +145,8 @@ def test_only_plain_linears_are_fused(monkeypatch):
     x = draw(2, 20)
     given = [nn.Linear(20, n, bias=False) for n in (5, 7)]
     ways = []
-    original = fused_linear.project
-    monkeypatch.setattr(fused_linear, "project", lambda *a: ways.append(1) or original(*a))
+    original = kernels.project
+    monkeypatch.setattr(kernels, "project", lambda *a: ways.append(1) or original(*a))
 
     def fused(x=x, linears=given, backend="triton"):
         with torch.no_grad():

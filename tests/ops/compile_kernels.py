@@ -32,7 +32,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 import ccq
-from ccq.mixers import fused_conv, fused_gates, fused_linear
+from ccq.mixers import kernels
 from ccq.ops import Cleaning, CovarianceState
 from ccq.ops.clean.chunk import Gradients, Past, Read, Saved
 from ccq.ops.clean.triton import gate as fused_gate
@@ -152,8 +152,8 @@ def linears(dtype, D, outputs, B=8):
     """Those of a mixer that see the same x, and the MLP's; the first of `outputs` is its width."""
     x = empty(B, D, dtype=dtype)
     weights = [empty(n, D, dtype=dtype) for n in outputs]
-    fused_linear.project(x, weights)
-    fused_linear.swiglu(x, weights[0], torch.empty_like(weights[0]))
+    kernels.project(x, weights)
+    kernels.swiglu(x, weights[0], torch.empty_like(weights[0]))
 
 
 def convolutions(dtype, channels, bias=False, silu=True, B=8):
@@ -161,14 +161,14 @@ def convolutions(dtype, channels, bias=False, silu=True, B=8):
     xs = [torch.empty_strided((B, c), (c + 8, 1), dtype=dtype, device="cuda") for c in channels]
     weights = [empty(c, 1, 4, dtype=dtype) for c in channels]
     state = empty(B, sum(channels), 3, dtype=dtype)
-    fused_conv.step(xs, state, weights, empty(*channels, dtype=dtype) if bias else None, silu)
+    kernels.conv_step(xs, state, weights, empty(*channels, dtype=dtype) if bias else None, silu)
 
 
 def decays(dtype, heads=6, size=256, B=8):
     a, b = (empty(B, heads, dtype=dtype) for _ in range(2))
-    fused_gates.gates(a, b, empty(heads), empty(heads))
+    kernels.gates(a, b, empty(heads), empty(heads))
     x, weight, bias = (empty(*shape, dtype=dtype) for shape in ((B, 16), (heads * size, 16), (heads * size,)))
-    fused_gates.low_rank_decay(x, weight, bias, 16.0)
+    kernels.low_rank_decay(x, weight, bias, 16.0)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -247,21 +247,16 @@ def test_plan_of_another_gpu_is_marked_as_an_estimate(results, capsys):
     assert "nothing is known of ABACUS; expected one of B200, H200" in capsys.readouterr().err
 
 
-def test_bench_describes_a_row_beside_its_control():
-    from ccq.bench.train import describe
+def test_bench_shows_a_row_beside_its_control(capsys):
+    from ccq.bench.results import run
 
-    row = {
-        "system": "ccq_gla",
-        "length": 4096,
-        "tokens_per_second": 96.0,
-        "mfu": 0.5,
-        "peak_gib": 10.2,
-        "paper": (1, 2),
-    }
-    text = describe(row, {"system": "gla_unit", "tokens_per_second": 100.0, "peak_gib": 10.0})
-    assert "(0.960 of gla_unit)" in text
-    assert "(1.020 of gla_unit)" in text
-    assert "MFU -" in describe({**row, "mfu": None}, None)
+    control = {"system": "gla_unit", "tokens_per_second": 100.0, "peak_gib": 10.0, "mfu": None, "paper": None}
+    row = {"system": "ccq_gla", "tokens_per_second": 96.0, "peak_gib": 10.2, "mfu": 0.5, "paper": [1, 2]}
+    run(SimpleNamespace(warm=True), "training", [control, row], lambda row: {"system": "gla_unit"})
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == list(row)
+    assert first.split() == ["gla_unit", "100.000", "10.000", "-", "-"]
+    assert second.split() == ["ccq_gla", "96.000", "(0.960×)", "10.200", "(1.020×)", "0.500", "1,", "2"]
 
 
 def test_bench_measures_the_trainers_own_step(monkeypatch):

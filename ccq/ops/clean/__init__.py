@@ -1,4 +1,5 @@
-"""`clean_query`: the query, contracted along the directions in which the keys seen so far vary most, and `sigma_q`.
+"""`clean_query`: the query, contracted along the directions in which the keys seen so far vary most, and `sigma_q`. Of
+all tokens, or of one more of each sequence.
 
 B sequences (or N packed ones), T tokens, Hq query heads, Hk key heads, K key size.
 """
@@ -11,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ccq.ops.checks import check_call, check_read, check_values, refuse_transforms
-from ccq.ops.clean import library, reference  # noqa: F401  (library defines torch.ops.ccq.clean_query)
-from ccq.ops.clean.gating import Gate, gate, plain_gate
-from ccq.ops.clean.reference import symmetric
+from ccq.ops.checks import check_call, check_decays, check_read, check_values, has_tangent, refuse_transforms
+from ccq.ops.clean import reference
+from ccq.ops.clean.library import Gate, gate, plain_gate  # which defines torch.ops.ccq.clean_query
+from ccq.ops.clean.reference import Read, symmetric
 from ccq.ops.clean.state import CovarianceState
 from ccq.ops.precision import no_autocast, stats_dtype, unit
 
@@ -67,19 +68,20 @@ def clean_query(
     >>> q_clean.shape, state.count
     (torch.Size([2, 100, 8, 64]), tensor([100, 100]))
     """
-    check_call(q, k, lam, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
+    how = Read(centred, normalize, step)
+    check_call(q, k, lam, initial_state, cu_seqlens, how, backend, tokens=True)
     check_read(step, steps, log_decay, k)
     if isinstance(lam, tuple) and (steps > 1 or step not in reference.FUSED):  # one gate for all steps
         lam = plain_gate(q, *lam) if backend == "reference" else gate(q, *lam, backend=backend)
     for left in reversed(range(steps)):
-        where = (centred, normalize, initial_state, output_final_state and not left, cu_seqlens, backend)
+        where = (log_decay, initial_state, output_final_state and not left, cu_seqlens, backend)
         if step in reference.FUSED:
-            q, k_bar, state = _run("clean_query", q, k, lam, log_decay, *where, step)
+            q, k_bar, state = _run("clean_query", q, k, lam, how, *where)
         else:
-            y, k_bar, state = _run("sigma_q", q, k, None, log_decay, *where)
-            q = read_with(step, q, y, lam, normalize)
-        if normalize == "unit":  # once
-            k, normalize = k_bar, "none"
+            y, k_bar, state = _run("sigma_q", q, k, None, how._replace(step="scaled"), *where)
+            q = read_with(step, q, y, lam, how.normalize)
+        if how.normalize == "unit":  # once
+            k, how = k_bar, how._replace(normalize="none")
     return q, k_bar, state
 
 
@@ -114,11 +116,10 @@ def sigma_q(
     >>> torch.allclose(torch.nn.functional.normalize(q, dim=-1) - 0.5 * y, q_clean, atol=1e-5)
     True
     """
-    check_call(q, k, None, initial_state, cu_seqlens, centred, normalize, backend, tokens=True)
+    how = Read(centred, normalize)
+    check_call(q, k, None, initial_state, cu_seqlens, how, backend, tokens=True)
     check_read("scaled", 1, log_decay, k)
-    return _run(
-        "sigma_q", q, k, None, log_decay, centred, normalize, initial_state, output_final_state, cu_seqlens, backend
-    )
+    return _run("sigma_q", q, k, None, how, log_decay, initial_state, output_final_state, cu_seqlens, backend)
 
 
 def correction(
@@ -135,13 +136,62 @@ def correction(
     return sigma_q(q, k, centred, normalize, initial_state, False, cu_seqlens, backend, log_decay)[0]
 
 
-def _run(
-    name, q, k, lam, log_decay, centred, normalize, initial_state, output_final_state, cu_seqlens, backend,
-    step="scaled",
-):  # fmt: skip
+def clean_query_step(
+    q: Float[Tensor, "B Hq K"],
+    k: Float[Tensor, "B Hk K"],
+    lam: Float[Tensor, "B Hq"],
+    state: CovarianceState,
+    centred: bool = True,
+    normalize: str = "unit",
+    inplace: bool = False,
+    backend: str = "auto",
+    step: str = "scaled",
+    steps: int = 1,
+    log_decay: Float[Tensor, "B Hk"] | None = None,
+) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
+    """`clean_query` for one more token of each of B sequences.
+
+    With `inplace` the tensors of `state` (its count too) are updated and the same object comes back: what decoding
+    wants. Without it the call is functional, and differentiable to any order.
+
+    A step is plain PyTorch, the definition's own, whatever the backend; `decode_step` has it in the kernel that writes
+    and reads the backbone's state.
+
+    >>> state = CovarianceState.zeros(1, heads=4, key_size=64)
+    >>> q, k, lam = torch.randn(1, 4, 64), torch.randn(1, 4, 64), torch.full((1, 4), 0.5)
+    >>> q_clean, k_bar, state = clean_query_step(q, k, lam, state)
+    >>> state.count
+    tensor([1])
+    """
+    check_read(step, steps, log_decay, k)
+    how = Read(centred, normalize, step)
+    q, k_bar, state, y = _step(q, k, lam, state, how, log_decay, inplace, backend)
+    with no_autocast(q):
+        for _ in range(steps - 1):
+            y = reference.read(state, q.to(y.dtype), centred)
+            q = read_with(step, q, y, lam, "none")
+    return q, k_bar, state
+
+
+def sigma_q_step(
+    q: Float[Tensor, "B Hq K"],
+    k: Float[Tensor, "B Hk K"],
+    state: CovarianceState,
+    centred: bool = True,
+    normalize: str = "unit",
+    inplace: bool = False,
+    log_decay: Float[Tensor, "B Hk"] | None = None,
+) -> tuple[Float[Tensor, "B Hq K"], Float[Tensor, "B Hk K"], CovarianceState]:
+    """`sigma_q` for one more token: y = Sigma_t q in fp32 (fp64 for fp64), k_bar, and the state."""
+    check_read("scaled", 1, log_decay, k)
+    _, k_bar, state, y = _step(q, k, None, state, Read(centred, normalize), log_decay, inplace, "auto")
+    return y, k_bar, state
+
+
+def _run(name, q, k, lam, how, log_decay, initial_state, output_final_state, cu_seqlens, backend):
     """q_clean, or y where there is no lam; k_bar, and the final state where asked for."""
     if backend == "reference":
-        out, k_bar, state = _reference(q, k, lam, log_decay, initial_state, cu_seqlens, centred, normalize, step)
+        out, k_bar, state = _reference(q, k, lam, how, log_decay, initial_state, cu_seqlens)
     else:
         by = (None, *lam) if isinstance(lam, tuple) else (lam, None, None)
         initial: tuple = (None, None, None)
@@ -155,13 +205,13 @@ def _run(
         given = (q, k, *by, log_decay, *initial)
         trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         out, k_bar, _, _, _, _, *final = torch.ops.ccq.clean_query(
-            *given, cu_seqlens, centred, normalize, step, backend, output_final_state, trains and step == "projected"
+            *given, cu_seqlens, *how, backend, output_final_state, trains and how.step == "projected"
         )
         state = CovarianceState(*final)
-    return out, k_bar if normalize == "unit" else k, state if output_final_state else None
+    return out, k_bar if how.normalize == "unit" else k, state if output_final_state else None
 
 
-def _reference(q, k, lam, log_decay, state, cu_seqlens, centred, normalize, step):
+def _reference(q, k, lam, how, log_decay, state, cu_seqlens):
     given = plain_gate(q, *lam) if isinstance(lam, tuple) else q.new_ones(q.shape[:-1]) if lam is None else lam
     if not torch.compiler.is_compiling():
         check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
@@ -169,7 +219,36 @@ def _reference(q, k, lam, log_decay, state, cu_seqlens, centred, normalize, step
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=stats_dtype(k.dtype), device=k.device)
     with no_autocast(q):
-        q_clean, k_bar, state, y = reference.forward(
-            q, k, given, state, cu_seqlens, centred, normalize, log_decay, step
-        )
+        q_clean, k_bar, state, y = reference.forward(q, k, given, state, cu_seqlens, how, log_decay)
     return y if lam is None else q_clean, k_bar, state
+
+
+def _step(q, k, lam, state, how, log_decay, inplace, backend):
+    """What reference.step returns, of arguments that are checked."""
+    if state is None:
+        raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
+    check_call(q, k, lam, state, None, how, backend, tokens=False)
+    lam = torch.ones_like(q[..., 0]) if lam is None else lam
+    if inplace and log_decay is not None:
+        check_decays(state)
+    if inplace and (followed := wants_gradient(q, k, lam, state, log_decay)):
+        raise RuntimeError(
+            f"inplace: {followed} needs a gradient, which an update in place would destroy. "
+            "Use inplace=False, or torch.no_grad() for decoding."
+        )
+    if not torch.compiler.is_compiling():
+        check_values(lam, state.count, None, 1, state="state")
+    if not inplace:
+        state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
+    with no_autocast(q):
+        q_clean, k_bar, state, y = reference.step(q, k, lam, state, how, log_decay, inplace)
+    return q_clean, k_bar if how.normalize == "unit" else k, state, y
+
+
+def wants_gradient(q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState, log_decay: Tensor | None) -> str | None:
+    """The first argument that autograd is to follow."""
+    backward = torch.is_grad_enabled()
+    named = [("q", q), ("k", k), ("lam", lam), ("state", state.second_moment), ("state", state.key_sum)]
+    if log_decay is not None:
+        named.append(("log_decay", log_decay))
+    return next((name for name, x in named if (backward and x.requires_grad) or has_tangent(x)), None)

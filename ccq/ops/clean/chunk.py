@@ -27,16 +27,17 @@ from q, k_bar, 1/|k|, lam and m_t(q), which is as small as lam; no state is save
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ccq.ops.chunks import Layout, from_chunks, in_order, make_layout, per_chunk, to_chunks
-from ccq.ops.clean.reference import STEPS, prepare, projected_backward
+from ccq.ops.chunks import Layout, from_chunks, make_layout, per_chunk, scan, to_chunks
+from ccq.ops.clean.reference import STEPS, Read, prepare, projected_backward
 from ccq.ops.clean.state import weight_of
-from ccq.ops.precision import exact_matmul, inv_norm, stats_dtype, unit_backward
+from ccq.ops.precision import exact_matmul, high, inv_norm, stats_dtype, unit_backward
 
 CHUNK = 128  # C; 32 to 256 measured, see benchmarks/operator_cpu.py
 PIECE = 2**18  # elements of q in a piece, on a CPU
@@ -49,14 +50,6 @@ class Past(NamedTuple):
     key_sum: Tensor | None = None  # s [N, Hk, K]
     seen: Tensor | None = None  # [N] how many tokens; or [N, Hk] their weight
     cu_seqlens: Tensor | None = None  # [N + 1], where sequences are packed
-
-
-class Read(NamedTuple):
-    """How a call reads."""
-
-    centred: bool = True
-    normalize: str = "unit"
-    step: str = "scaled"  # or "projected"
 
 
 class Saved(NamedTuple):
@@ -79,37 +72,6 @@ class Gradients(NamedTuple):
     second_moment: Tensor | None = None
     key_sum: Tensor | None = None
     weight: Tensor | None = None
-
-
-def scan(
-    layout: Layout, adds: Tensor, start: Tensor, reverse: bool = False, decay: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sums of `adds` [M, ...] over the chunks before each one (after it, if `reverse`), begun at `start` [N, ...].
-
-    Returns them and, for each sequence, the sum over all its chunks. `decay` [M, Hk]: a chunk first multiplies by it
-    what comes from before (after) it.
-    """
-    start, sums, ended = in_order(start, layout.order), [], []
-    running = start[:0] if reverse else start
-    ranks = list(zip(adds.split(layout.counts), per_rank(decay, adds, layout), strict=True))
-    for here, left in reversed(ranks) if reverse else ranks:
-        n = here.shape[0]
-        if n > running.shape[0]:  # going back, some sequences begin here
-            running = torch.cat([running, start[running.shape[0] : n]])
-        elif n < running.shape[0]:  # going on, some have ended
-            ended.append(running[n:])
-            running = running[:n]
-        sums.append(running)
-        running = (running if left is None else left * running) + here
-    total = torch.cat([running, start[running.shape[0] :] if reverse else running[:0], *reversed(ended)])
-    return torch.cat(sums[::-1] if reverse else sums), in_order(total, layout.place)
-
-
-def per_rank(decay: Tensor | None, adds: Tensor, layout: Layout) -> Sequence[Tensor | None]:
-    """`decay` [M, Hk] split as `adds` [M, Hk, ...] is, with as many dimensions."""
-    if decay is None:
-        return [None] * len(layout.counts)
-    return decay.view(*decay.shape, *[1] * (adds.ndim - decay.ndim)).split(layout.counts)
 
 
 class Decay(NamedTuple):
@@ -141,12 +103,16 @@ class Chunked(NamedTuple):
     final_key_sum: Tensor  # [N, Hk, K]
     final_weight: Tensor | None  # [N, Hk] with a decay
 
+    @property
+    def final(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.second_moment, self.final_key_sum, self.final_weight
+
 
 def chunk_keys(k: Tensor, log_decay: Tensor | None, past: Past) -> Chunked:
     """Cut the keys of the statistics, k [B, T, Hk, K] in fp32 or fp64, and sum them up to every chunk."""
     batch, length = k.shape[:2]
     layout = make_layout(batch, length, past.cu_seqlens, k.device, CHUNK)
-    second_moment, key_sum = start_state(k, past)
+    second_moment, key_sum, seen = start(k, past, log_decay is not None)
     kc = to_chunks(k, layout).contiguous()
     if log_decay is None:
         local = torch.arange(1, layout.size + 1, device=k.device)
@@ -165,7 +131,7 @@ def chunk_keys(k: Tensor, log_decay: Tensor | None, past: Past) -> Chunked:
         before, second_moment = scan(layout, kept.mT @ kc, second_moment, decay=decay.across)
         sum_before, final_key_sum = scan(layout, kept.sum(2), key_sum, decay=decay.across)
         sums = decay.start[..., None] * sum_before[:, :, None] + decay.within @ kc
-        seen = start_weight(k, past)
+        assert seen is not None
         weight_before, weight = scan(layout, (decay.end * real).sum(-1), seen, decay=decay.across)
         t = decay.start * weight_before[..., None] + (decay.within @ real[..., None])[..., 0]
         t = t.clamp(min=1)  # it includes this token; less it is only where a chunk is not full
@@ -216,30 +182,22 @@ def following(past: Past, piece: slice, moment: Tensor, total: Tensor, weight: T
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor | None,
-    log_decay: Tensor | None,
-    past: Past,
-    how: Read,
-    output_final_state: bool = True,
-    keep_y: bool = True,
-) -> tuple:
+    q: Tensor, k: Tensor, lam: Tensor | None, log_decay: Tensor | None, past: Past, how: Read,
+    output_final_state: bool = True, keep_y: bool = True,
+) -> tuple:  # fmt: skip
     """q_clean (without lam: y, in fp32), k_bar, 1/|k|, m_t, y for a projected step's backward; the final C, s, weight.
 
     What there is none of is None or empty. This backend always has the final state at hand, and so y.
     """
     cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
-        outputs = []
-        moment, total = start_state(k, past)
-        weight = None if log_decay is None else start_weight(k, past)
+        outputs, state = [], start(k, past, log_decay is not None)
         for piece in cut:
-            before = following(past, piece, moment, total, weight)
             q_i, k_i, lam_i, log_decay_i = of((q, k, lam, log_decay), piece)
-            *output, moment, total, weight = forward(q_i, k_i, lam_i, log_decay_i, before, how)
+            *output, moment, total, weight = forward(q_i, k_i, lam_i, log_decay_i, following(past, piece, *state), how)
+            state = moment, total, weight
             outputs.append(output)
-        return *join(outputs), moment, total, weight
+        return *join(outputs), *state
     with exact_matmul(q):
         q_read, k_stat, k_bar = prepare(q, k, how.normalize)
         keys = chunk_keys(k_stat, log_decay, past)
@@ -248,8 +206,7 @@ def forward(
         out = y if lam is None else STEPS[how.step](q_read, y, lam.to(y.dtype)[..., None]).to(q.dtype)
         kept = y.to(kept_dtype(q.dtype)) if lam is not None and how.step == "projected" else None
         means = y.new_empty(0) if m is None else from_grouped_chunks(m, keys, q).squeeze(-1)
-        final = (keys.second_moment, keys.final_key_sum, keys.final_weight)
-        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, kept, *final)
+        return contiguous(out, k_bar, inv_norm(k).squeeze(-1), means, kept, *keys.final)
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -262,7 +219,7 @@ def contiguous(*outputs: Tensor | None) -> tuple:
     return tuple(None if x is None else x.contiguous() for x in outputs)
 
 
-def join(outputs: list[list]) -> list:
+def join(outputs: list) -> list:
     """Pieces of [B, T, ...] tensors put together; what was not asked for is empty, or None, in each."""
     columns = zip(*outputs, strict=True)
     return [parts[0] if parts[0] is None or parts[0].ndim < 2 else torch.cat(parts, 1) for parts in columns]
@@ -276,32 +233,32 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
     cut = pieces(q, past.cu_seqlens)
     if len(cut) > 1:
         # forward once more, for the states at which the pieces begin; then the pieces from the last to the first
-        starts: list = [(*start_state(k, past), None if log_decay is None else start_weight(k, past))]
+        pasts = [following(past, cut[0], *start(k, past, log_decay is not None))]
         with exact_matmul(q):
-            for piece in cut[:-1]:
+            for piece, next_piece in pairwise(cut):
                 k_i, rnorm_i, log_decay_i = of((k, k_rnorm, log_decay), piece)
-                starts.append(advance(statistics_keys(k_i, rnorm_i, how.normalize), log_decay_i, *starts[-1]))
+                keys = chunk_keys(statistics_keys(k_i, rnorm_i, how.normalize), log_decay_i, pasts[-1])
+                pasts.append(following(past, next_piece, *keys.final))
         outputs = []
         after: tuple = (d_moment, d_sum, d_weight)
-        for piece, start in zip(reversed(cut), reversed(starts), strict=True):
+        for piece, before in zip(reversed(cut), reversed(pasts), strict=True):
             here = Gradients(*of((g, dk_bar), piece), *after)
             *output, d_moment, d_sum, d_weight, d_log_decay = backward(
-                here, Saved(*of(saved, piece)), following(past, piece, *start), how, decays
+                here, Saved(*of(saved, piece)), before, how, decays
             )
             after = (d_moment, d_sum, d_weight)
             outputs.append([*output, d_log_decay])
         *output, d_log_decay = join(outputs[::-1])
         return *output, *after, d_log_decay
-    high = stats_dtype(q.dtype)
     with exact_matmul(q):
         q_rnorm = inv_norm(q) if how.normalize == "unit" else None
-        q_read = q.to(high) if q_rnorm is None else q.to(high) * q_rnorm
+        q_read = high(q) if q_rnorm is None else high(q) * q_rnorm
         k_stat = statistics_keys(k, k_rnorm, how.normalize)
-        g, dlam, direct = g.to(high), None, None  # direct: what of the query's gradient does not go through y
-        gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(high)[..., None]  # dy: as if lam were -1
+        g, dlam, direct = high(g), None, None  # direct: what of the query's gradient does not go through y
+        gate = torch.full_like(g[..., :1], -1) if lam is None else lam.to(g.dtype)[..., None]  # dy: as if lam were -1
         if kept is not None:
             assert lam is not None
-            direct, g, dlam = projected_backward(g, q_read, kept.to(high), gate)
+            direct, g, dlam = projected_backward(g, q_read, kept.to(g.dtype), gate)
             dlam, gate = dlam.squeeze(-1).to(lam.dtype), torch.full_like(gate, -1)
 
         keys = chunk_keys(k_stat, log_decay, past)
@@ -349,7 +306,7 @@ def backward(grads: Gradients, saved: Saved, past: Past, how: Read, decays: bool
             d_log_decay = from_chunks(d_log_decay, keys.layout, *k.shape[:2])
         dk = from_chunks(dk + through_s, keys.layout, *k.shape[:2])
         if dk_bar is not None:
-            dk += dk_bar.to(high)
+            dk += dk_bar.to(dk.dtype)
 
         if q_rnorm is not None:
             dq = unit_backward(dq, q_read, q_rnorm)
@@ -376,46 +333,27 @@ def collect(keys: Chunked, pull: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return decay.within.mT @ pull + to_end(keys, after[:, :, None]), first
 
 
-def advance(k: Tensor, log_decay: Tensor | None, moment: Tensor, total: Tensor, weight: Tensor | None) -> tuple:
-    """C, s and, with a decay, the weight after the keys k [B, T, Hk, K]."""
-    keys = k.transpose(1, 2)
-    if log_decay is None or weight is None:
-        return moment + keys.mT @ keys, total + keys.sum(2), None
-    left = log_decay.to(k.dtype).transpose(1, 2)  # [B, Hk, T]
-    whole = left.sum(-1).exp()
-    left = (left.flip(-1).cumsum(-1).flip(-1) - left).exp()  # of each token, at the end
-    kept = keys * left[..., None]
-    moment = whole[..., None, None] * moment + kept.mT @ keys
-    return moment, whole[..., None] * total + kept.sum(2), whole * weight + left.sum(-1)
-
-
 def of(tensors: Iterable[Tensor | None], piece: slice) -> Any:
     """The piece of each [B, T, ...] tensor; what is not there stays empty, or None."""
     return [x if x is None or x.ndim < 2 else x[:, piece] for x in tensors]
 
 
-def start_state(k: Tensor, past: Past) -> tuple[Tensor, Tensor]:
-    """The initial C and s of k [B, T, Hk, K]: zeros if there are none."""
-    if past.second_moment is not None and past.key_sum is not None:
-        return past.second_moment, past.key_sum
+def start(k: Tensor, past: Past, weighed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The initial C and s of k [B, T, Hk, K], zeros if there are none; and the weight [N, Hk], if it is `weighed`."""
     batch, _, heads, size = k.shape
     sequences = batch if past.cu_seqlens is None else len(past.cu_seqlens) - 1
-    zeros = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
-    return zeros, zeros[..., 0].clone()
-
-
-def start_weight(k: Tensor, past: Past) -> Tensor:
-    """[N, Hk] of the initial state."""
-    if past.seen is not None:
-        return weight_of(past.seen, k.shape[2], stats_dtype(k.dtype))
-    sequences = k.shape[0] if past.cu_seqlens is None else len(past.cu_seqlens) - 1
-    return k.new_zeros(sequences, k.shape[2], dtype=stats_dtype(k.dtype))
+    moment, total, seen = past[:3]
+    if moment is None or total is None:
+        moment = k.new_zeros(sequences, heads, size, size, dtype=stats_dtype(k.dtype))
+        total = moment[..., 0].clone()
+    if not weighed:
+        return moment, total, None
+    return moment, total, torch.zeros_like(total[..., 0]) if seen is None else weight_of(seen, heads, total.dtype)
 
 
 def statistics_keys(k: Tensor, k_rnorm: Tensor, normalize: str) -> Tensor:
     """The keys of the statistics from what the backward is given."""
-    k = k.to(stats_dtype(k.dtype))
-    return k * k_rnorm[..., None] if normalize == "stats" else k
+    return high(k) * k_rnorm[..., None] if normalize == "stats" else high(k)
 
 
 def to_grouped_chunks(x: Tensor, keys: Chunked) -> Tensor:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.precision import stats_dtype, unit
+from ccq.ops.precision import high, stats_dtype, unit
 
 # Below this y is rounding: at the first token, and where all keys are equal, the projected step leaves the query alone.
 # A y worth taking away is far above: in trained models |y|^2 is 1e-6 and more.
@@ -49,6 +50,14 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"scaled": scaled
 FUSED = ("scaled", "projected")  # the backends have these whole, with a derived backward
 
 
+class Read(NamedTuple):
+    """How a call reads."""
+
+    centred: bool = True
+    normalize: str = "unit"
+    step: str = "scaled"  # of STEPS
+
+
 def symmetric(x: Tensor) -> Tensor:
     """second_moment is symmetric by contract: only this part of it counts, and so its gradient is symmetric too."""
     return (x + x.mT) / 2
@@ -56,34 +65,24 @@ def symmetric(x: Tensor) -> Tensor:
 
 def prepare(q: Tensor, k: Tensor, normalize: str) -> tuple[Tensor, Tensor, Tensor]:
     """The query that is cleaned, the key that enters the statistics, and the key k_bar that the backbone writes."""
-    high = stats_dtype(q.dtype)
     if normalize == "unit":
         k_bar = unit(k).to(k.dtype)
-        return unit(q), k_bar.to(high), k_bar  # the statistics see the key that is written: after rounding
+        return unit(q), high(k_bar), k_bar  # the statistics see the key that is written: after rounding
     if normalize == "stats":
-        return q.to(high), unit(k), k
-    return q.to(high), k.to(high), k
+        return high(q), unit(k), k
+    return high(q), high(k), k
 
 
 def absorb(state: CovarianceState, k: Tensor, log_decay: Tensor | None, inplace: bool = False) -> CovarianceState:
     """C_t = C_{t-1} + k k^T, s_t = s_{t-1} + k, t = t + 1, for k [B, Hk, K]; with a decay all three fade first."""
-    outer = k[..., :, None] * k[..., None, :]
+    sums = [state.second_moment, state.key_sum, state.count if inplace or log_decay is None else state.weight]
+    added: tuple[Any, ...] = (k[..., :, None] * k[..., None, :], k, 1)
     if log_decay is not None:
         decay = log_decay.to(k.dtype).exp()
         factors = (decay[..., None, None], decay[..., None], decay)
-        if inplace:
-            for x, factor in zip((state.second_moment, state.key_sum, state.count), factors, strict=True):
-                x.mul_(factor)
-        else:
-            state = CovarianceState(
-                state.second_moment * factors[0], state.key_sum * factors[1], state.weight * factors[2]
-            )
-    if inplace:
-        state.second_moment.add_(outer)
-        state.key_sum.add_(k)
-        state.count.add_(1)
-        return state
-    return CovarianceState(state.second_moment + outer, state.key_sum + k, state.count + 1)
+        sums = [x.mul_(f) if inplace else x * f for x, f in zip(sums, factors, strict=True)]
+    sums = [x.add_(new) if inplace else x + new for x, new in zip(sums, added, strict=True)]
+    return state if inplace else CovarianceState(*sums)
 
 
 def read(state: CovarianceState, q: Tensor, centred: bool) -> Tensor:
@@ -102,34 +101,25 @@ def step(
     k: Tensor,
     lam: Tensor,
     state: CovarianceState,
-    centred: bool,
-    normalize: str,
+    how: Read,
+    log_decay: Tensor | None,
     inplace: bool = False,
-    log_decay: Tensor | None = None,
-    read_as: str = "scaled",
 ) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
     """One token, the paper's recurrent algorithm: q [B, Hq, K], k [B, Hk, K], lam [B, Hq], log_decay [B, Hk].
 
     Returns q_clean, k_bar, the state that includes this token, and the correction y by itself.
     """
-    q_read, k_stat, k_bar = prepare(q, k, normalize)
+    q_read, k_stat, k_bar = prepare(q, k, how.normalize)
     state = absorb(state, k_stat, log_decay, inplace)
-    y = read(state, q_read, centred)
-    q_clean = STEPS[read_as](q_read, y, lam.to(y.dtype)[..., None])
+    y = read(state, q_read, how.centred)
+    q_clean = STEPS[how.step](q_read, y, lam.to(y.dtype)[..., None])
     return q_clean.to(q.dtype), k_bar, state, y
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lam: Tensor,
-    state: CovarianceState,
-    cu_seqlens: Tensor | None,
-    centred: bool,
-    normalize: str,
-    log_decay: Tensor | None = None,
-    read_as: str = "scaled",
-) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:
+    q: Tensor, k: Tensor, lam: Tensor, state: CovarianceState, cu_seqlens: Tensor | None, how: Read,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, CovarianceState, Tensor]:  # fmt: skip
     """The loop over q [B, T, Hq, K], k [B, T, Hk, K], lam [B, T, Hq], log_decay [B, T, Hk], beginning at `state`.
 
     Returns q_clean, k_bar, the final state, and the correction y by itself.
@@ -145,7 +135,7 @@ def forward(
         count = here.count if log_decay is None else here.weight
         here = CovarianceState(symmetric(here.second_moment), here.key_sum, count)
         for q_t, k_t, lam_t, decay in tokens[begin:end]:
-            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, centred, normalize, False, decay, read_as)
+            q_clean, k_bar, here, y = step(q_t, k_t, lam_t, here, how, decay)
             outputs.append((q_clean, k_bar, y))
         finals.append(here)
     final = pytree.tree_map(lambda *parts: torch.cat(parts), *finals)

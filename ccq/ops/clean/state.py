@@ -54,15 +54,9 @@ class CovarianceState:
 
     @classmethod
     def zeros(
-        cls,
-        n: int,
-        heads: int,
-        key_size: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        decayed: bool = False,
-    ) -> CovarianceState:
+        cls, n: int, heads: int, key_size: int, *, dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None, decayed: bool = False,
+    ) -> CovarianceState:  # fmt: skip
         """The state of `n` sequences before their first token; `decayed`: with weights in the place of counts."""
         weights = torch.zeros(n, heads, dtype=dtype, device=device)
         return cls(
@@ -86,10 +80,7 @@ class CovarianceState:
         return sigma
 
     def to(
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        non_blocking: bool = False,
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> CovarianceState:
         """Move or cast. A count of keys stays int64 whatever `dtype` is."""
         return pytree.tree_map(

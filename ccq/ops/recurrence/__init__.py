@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ccq.names import nearest
-from ccq.ops.checks import check_cu_seqlens, check_recurrence
-from ccq.ops.choose import Call, choose
+from ccq.ops.checks import check_cu_seqlens, check_recurrence, same_dtype
+from ccq.ops.choose import Call, choose, one_of
 from ccq.ops.recurrence import chunk
 
 BACKENDS = ("auto", "chunk", "triton")
@@ -53,11 +52,15 @@ def recurrence(
     >>> o.shape, state.shape
     (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 16, 32]))
     """
-    _check(q, k, v, g, beta, initial_state, cu_seqlens, backend)
+    if q.ndim != 4 or 0 in q.shape[2:]:
+        raise ValueError(f"q: expected shape [B, T, H, K], got {tuple(q.shape)}")
+    sequences = q.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
+    check_recurrence(q, k, v, g, beta, initial_state, "initial_state", sequences)
+    same_dtype(q, k=k, v=v)
+    one_of("backend", backend, BACKENDS)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # an integer breaks fla's chunk_h on some GPUs
     if v.shape[0] * v.shape[1] == 0:
-        sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state = chunk.start(initial_state, sequences, q, v) if output_final_state else None
+        state = chunk.memory(initial_state, cu_seqlens, q, *v.shape[2:]) if output_final_state else None
         return v * 1, state  # no tokens: empty, but a function of v for autograd
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
     if choose("recurrence", Call.of(q, delta=beta is not None), backend) == "fla":
@@ -94,18 +97,3 @@ def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> fl
         pairs += chunk.CHUNK * (2 * key_size + value_size)
         state += key_size * value_size
     return 2.0 * heads * (pairs + state)
-
-
-def _check(q, k, v, g, beta, initial_state, cu_seqlens, backend) -> None:
-    """Raise unless the arguments fit together: the message names the argument, what was expected, and what came."""
-    if q.ndim != 4 or 0 in q.shape[2:]:
-        raise ValueError(f"q: expected shape [B, T, H, K], got {tuple(q.shape)}")
-    sequences = q.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q)
-    check_recurrence(q, k, v, g, beta, initial_state, "initial_state", sequences)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}.{nearest(backend, BACKENDS)}"
-        )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.chunks import from_chunks, in_order, make_layout, to_chunks
-from ccq.ops.precision import exact_matmul, no_autocast, stats_dtype
+from ccq.ops.precision import exact_matmul, stats_dtype
 
 CHUNK = 64  # C, a power of two
 
@@ -71,14 +71,14 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
     batch, length, heads, key_size = q.shape
     high = stats_dtype(q.dtype)
     layout = make_layout(batch, length, cu_seqlens, q.device, CHUNK)
-    state = start(initial_state, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, q, v)
+    state = memory(initial_state, cu_seqlens, q, *v.shape[2:])
     state = in_order(state, layout.order).unflatten(1, (heads, -1))  # [N, H, G, K, V]
 
     def grid(x: Tensor) -> Tensor:
         """[B, T, H or Hv, *] -> [M, H, 1 or G, C, *]"""
         return to_chunks(x.to(high), layout).unflatten(1, (heads, -1)).contiguous()
 
-    with exact_matmul(q) if q.is_cuda else no_autocast(q):
+    with exact_matmul(q):
         q, k, u = grid(q) * scale, grid(k), grid(v)
         read, write, decays = q, k, None  # what meets the state before the chunk, and what adds to it
         # the delta rule asks how k meets the earlier ones, as the read asks it of q
@@ -123,8 +123,9 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
         return o, in_order(torch.cat([state, *reversed(finished)]).flatten(1, 2), layout.place)
 
 
-def start(initial_state: Tensor | None, sequences: int, q: Tensor, v: Tensor) -> Tensor:
-    """A state to begin with, not the caller's own tensor."""
+def memory(initial_state: Tensor | None, cu_seqlens: Tensor | None, q: Tensor, heads: int, width: int) -> Tensor:
+    """A state to begin with, not the caller's own tensor: zeros [N, heads, K, width], where there is none."""
     if initial_state is not None:
         return initial_state.clone()
-    return q.new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3], dtype=stats_dtype(q.dtype))
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return q.new_zeros(sequences, heads, q.shape[3], width, dtype=stats_dtype(q.dtype))

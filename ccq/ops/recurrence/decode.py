@@ -17,21 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ccq.ops.checks import (
-    FLOATS,
-    check_call,
-    check_decays,
-    check_gate,
-    check_read,
-    check_recurrence,
-    check_values,
-    same_device,
-)
+from ccq.ops import checks
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean.gating import Gate, gate
-from ccq.ops.clean.reference import FUSED
+from ccq.ops.clean import clean_query_step
+from ccq.ops.clean.library import Gate, gate
+from ccq.ops.clean.reference import FUSED, Read
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.clean.step import clean_query_step
 from ccq.ops.precision import unit
 
 
@@ -92,21 +83,18 @@ def decode_step(
 
         return triton.decode_step(q, k, v, recurrent, g, beta, scale, unit_qk, cleaning)
     if cleaning is not None:
-        lam = cleaning.lam
+        lam, decay = cleaning.lam, cleaning.log_decay
         if lam is None:
             assert cleaning.gate is not None  # one of them is given: checked
             lam = gate(q if cleaning.raw is None else cleaning.raw, *cleaning.gate, backend=backend)
         q, k, _ = clean_query_step(
             q, k, lam, cleaning.covariance, cleaning.centred, cleaning.normalize, inplace=True, backend=backend,
-            step=cleaning.step, steps=cleaning.steps, log_decay=_one_a_head(cleaning.log_decay),
+            step=cleaning.step, steps=cleaning.steps,
+            log_decay=decay.mean(-1) if decay is not None and decay.ndim == 3 else decay,
         )  # fmt: skip
     elif unit_qk:
         q, k = unit(q).to(q.dtype), unit(k).to(k.dtype)
     return write_and_read(q, k, v, recurrent, g, beta, scale)
-
-
-def _one_a_head(log_decay: Tensor | None) -> Tensor | None:
-    return log_decay.mean(-1) if log_decay is not None and log_decay.ndim == 3 else log_decay
 
 
 def write_and_read(q, k, v, recurrent, g, beta, scale) -> Tensor:
@@ -127,17 +115,14 @@ def write_and_read(q, k, v, recurrent, g, beta, scale) -> Tensor:
 
 def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.dtype not in FLOATS:
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.dtype not in checks.FLOATS:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: expected a float tensor of shape [B, heads, size], got {what}")
     batch, heads, _ = q.shape
-    check_recurrence(q, k, v, g, beta, recurrent, "recurrent", batch)
-    for name, x in (("v", v), ("recurrent", recurrent), ("g", g), ("beta", beta)):
-        if x is not None:
-            same_device(name, x, q)
+    checks.check_recurrence(q, k, v, g, beta, recurrent, "recurrent", batch)
+    checks.same_device(q, v=v, recurrent=recurrent, g=g, beta=beta)
     if cleaning is None:
-        if k.dtype != q.dtype:
-            raise TypeError(f"k: expected q's dtype {q.dtype}, got {k.dtype}")
+        checks.same_dtype(q, k=k)
         return
     if (cleaning.lam is None) == (cleaning.gate is None):
         raise ValueError("cleaning: expected either lam or gate")
@@ -145,15 +130,17 @@ def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
         raw = q if cleaning.raw is None else cleaning.raw
         if raw.ndim != 3 or raw.shape[:2] != q.shape[:2]:
             raise ValueError(f"cleaning.raw: expected shape {(batch, heads)} and a size, got {tuple(raw.shape)}")
-        check_gate(raw, *cleaning.gate)
-        same_device("cleaning.raw", raw, q)
+        checks.check_gate(raw, *cleaning.gate)
+        checks.same_device(q, **{"cleaning.raw": raw})
     lam = q[..., 0] if cleaning.lam is None else cleaning.lam  # the gate's will be of that shape
-    check_call(q, k, lam, cleaning.covariance, None, cleaning.centred, cleaning.normalize, "auto", tokens=False)
+    how = Read(cleaning.centred, cleaning.normalize)
+    checks.check_call(q, k, lam, cleaning.covariance, None, how, "auto", tokens=False)
     if cleaning.step not in FUSED:
         raise ValueError(f"cleaning.step: expected one of {', '.join(FUSED)}, got {cleaning.step!r}")
     decay = cleaning.log_decay
-    check_read(cleaning.step, cleaning.steps, decay[..., 0] if decay is not None and decay.ndim == 3 else decay, k)
+    one = decay[..., 0] if decay is not None and decay.ndim == 3 else decay
+    checks.check_read(cleaning.step, cleaning.steps, one, k)
     if decay is not None:
-        check_decays(cleaning.covariance, "cleaning.covariance")
+        checks.check_decays(cleaning.covariance, "cleaning.covariance")
     if cleaning.lam is not None:
-        check_values(lam, cleaning.covariance.count, None, 1, state="cleaning.covariance")
+        checks.check_values(lam, cleaning.covariance.count, None, 1, state="cleaning.covariance")

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ccq.ops.choose import Call, choose
-from ccq.ops.chunks import from_chunks, in_order, make_layout, to_chunks
-from ccq.ops.precision import exact_matmul, no_autocast, stats_dtype
-from ccq.ops.recurrence.chunk import CHUNK, after, spans
+from ccq.ops.chunks import from_chunks, make_layout, scan, to_chunks
+from ccq.ops.precision import exact_matmul, stats_dtype
+from ccq.ops.recurrence.chunk import CHUNK, after, memory, spans
 
 SOLVED = 20  # steps after which little of a system is left to solve
 
@@ -52,21 +52,15 @@ def conjugate_gradient(product: Callable[[Tensor], Tensor], q: Float[Tensor, "*B
 
 
 def mesa(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H"],
-    beta: Float[Tensor, "B T H"],
-    ridge: Float[Tensor, "H K"],
-    steps: int,
-    initial_state: Float[Tensor, "N H K KV"] | None = None,
-    output_final_state: bool = False,
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], v: Float[Tensor, "B T H V"], g: Float[Tensor, "B T H"],
+    beta: Float[Tensor, "B T H"], ridge: Float[Tensor, "H K"], steps: int,
+    initial_state: Float[Tensor, "N H K KV"] | None = None, output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
-) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K KV"] | None]:
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K KV"] | None]:  # fmt: skip
     """Write and read along the sequence; see the equations above. g is at most 0, ridge positive, beta not negative."""
     if q.shape[0] * q.shape[1] == 0:
-        n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        return v * 1, start(initial_state, n, q, v) if output_final_state else None
+        shape = (k.shape[2], k.shape[3] + v.shape[3])
+        return v * 1, memory(initial_state, cu_seqlens, q, *shape) if output_final_state else None
     if steps >= SOLVED and v.shape == k.shape and choose("mesa", Call.of(q)) == "fla":
         from ccq.ops.recurrence import fla
 
@@ -83,20 +77,14 @@ def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
     batch, length, _, size = q.shape
     high, dtype = stats_dtype(q.dtype), v.dtype
     layout = make_layout(batch, length, cu_seqlens, q.device, CHUNK)
-    n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = in_order(start(initial_state, n, q, v), layout.order)
-    with exact_matmul(q) if q.is_cuda else no_autocast(q):
+    state = memory(initial_state, cu_seqlens, q, k.shape[2], size + v.shape[3])
+    with exact_matmul(q):
         q, k, v, g, beta = (to_chunks(x.to(high), layout) for x in (q, k, v, g[..., None], beta[..., None]))
         up_to = g.cumsum(-2).exp()  # [M, H, C, 1]
         pairs = spans(g) * beta.mT
-        written = ((k * beta * after(g).exp()).mT @ torch.cat([k, v], -1)).split(layout.counts)
-        starts, finished = [], []
-        for new, decay in zip(written, up_to[..., -1:, :].split(layout.counts), strict=True):
-            state, done = state.split([len(new), len(state) - len(new)])
-            finished.append(done)
-            starts.append(state)
-            state = decay * state + new
-        keys, values = torch.cat(starts).split([size, v.shape[-1]], -1)
+        written = (k * beta * after(g).exp()).mT @ torch.cat([k, v], -1)
+        before, final = scan(layout, written, state, decay=up_to[..., -1, 0])
+        keys, values = before.split([size, v.shape[-1]], -1)
 
         def read(x: Tensor, start: Tensor, of: Tensor) -> Tensor:
             return (x * up_to) @ start + (x @ k.mT * pairs) @ of
@@ -104,32 +92,18 @@ def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
         ridge = ridge.to(high)[:, None]
         x = conjugate_gradient(lambda p: read(p, keys, k) + ridge * p, q, steps)
         o = from_chunks(read(x, values, v), layout, batch, length).to(dtype)
-        return o, in_order(torch.cat([state, *reversed(finished)]), layout.place)
-
-
-def start(initial_state: Tensor | None, sequences: int, q: Tensor, v: Tensor) -> Tensor:
-    """A state to begin with, not the caller's own tensor."""
-    if initial_state is not None:
-        return initial_state.clone()
-    heads, size = q.shape[2:]
-    return q.new_zeros(sequences, heads, size, size + v.shape[-1], dtype=stats_dtype(q.dtype))
+        return o, final
 
 
 @torch.no_grad()
 def mesa_step(
-    q: Float[Tensor, "B H K"],
-    k: Float[Tensor, "B H K"],
-    v: Float[Tensor, "B H V"],
-    g: Float[Tensor, "B H"],
-    beta: Float[Tensor, "B H"],
-    ridge: Float[Tensor, "H K"],
-    steps: int,
-    state: Float[Tensor, "B H K KV"],
-) -> Float[Tensor, "B H V"]:
+    q: Float[Tensor, "B H K"], k: Float[Tensor, "B H K"], v: Float[Tensor, "B H V"], g: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B H"], ridge: Float[Tensor, "H K"], steps: int, state: Float[Tensor, "B H K KV"],
+) -> Float[Tensor, "B H V"]:  # fmt: skip
     """o_t for one more token of each sequence; the state is updated in place."""
     high = state.dtype
     q, k, values, g, beta = (x.to(high) for x in (q, k, torch.cat([k, v], -1), g, beta))
-    with exact_matmul(q) if q.is_cuda else no_autocast(q):
+    with exact_matmul(q):
         state.mul_(g.exp()[..., None, None]).add_((beta[..., None] * k)[..., None] * values[..., None, :])
         keys, memory = state.split([k.shape[-1], v.shape[-1]], -1)
         ridge = ridge.to(high)

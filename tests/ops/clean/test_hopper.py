@@ -12,11 +12,11 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 from gluon_interpreter import interpreted
+from scripts import script
 from test_triton import MODES, compare_with_fp64
 
 import ccq.ops.clean.triton
 from ccq.ops.clean.triton import launch
-from ccq.ops.clean.triton.configs import candidates
 
 SHAPES = [
     {"T": 300, "B": 1, "Hq": 2, "Hk": 1, "K": 64},
@@ -36,7 +36,7 @@ def by_hopper(monkeypatch):
 
     def pick(name, dtype, block_k, work, interpreted, hopper=False):
         if hopper:
-            return candidates(name, torch.bfloat16, 128, True)[1]
+            return script("benchmarks/tune.py").candidates(name, torch.bfloat16, 128, True)[1]
         config = plain(name, dtype, block_k, work, True)
         return replace(config, S=128)  # what one kernel leaves at the borders of chunks the other reads
 

@@ -30,6 +30,7 @@ from helpers import (
     unit_vector,
     without_step,
 )
+from scripts import script
 
 from ccq import CovarianceState
 from ccq.ops import BackendUnavailableError, choose
@@ -38,7 +39,7 @@ from ccq.ops.clean import chunk
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 from ccq.ops.clean.triton import launch
-from ccq.ops.clean.triton.configs import PASSES, candidates
+from ccq.ops.clean.triton.configs import PASSES
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 on_gpu = pytest.mark.gpu
@@ -301,6 +302,7 @@ def test_every_config_gives_the_same_numbers(name, monkeypatch):
     pick = launch.pick
     tried = 0
     kinds = (False, True) if has_hopper_kernels() else (False,)
+    candidates = script("benchmarks/tune.py").candidates
     for config in [config for hopper in kinds for config in candidates(name, torch.bfloat16, 256, hopper)]:
 
         def forced(n, *sizes, c=config, hopper=False, **options):  # y by itself is for the others to compute

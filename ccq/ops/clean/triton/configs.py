@@ -3,7 +3,7 @@
 A pass is a scan over states and the kernel that reads them: "clean" (of q in the forward, of its gradient in the
 backward) and "dk". tuned.json holds what was fastest on an H200, for a pass, the products' dtype, the key size rounded
 up to a power of two, and the work (tokens times heads), of which the nearest power of two counts: nothing depends on
-the exact length. `benchmarks/tune.py --write` measures again and rewrites it. For the rest: the first candidate.
+the exact length. `benchmarks/tune.py --write` measures again and rewrites it. For the rest: `default`.
 """
 
 from __future__ import annotations
@@ -67,41 +67,18 @@ def pick(
         return Config(16, 32, 16, min(block_k, 16), 4, 1, min(block_k, 32), 16, 4, 1)
     known = table().get((name, NAMES[dtype], block_k, hopper))
     if not known:
-        return candidates(name, dtype, block_k, hopper)[0]
+        return default(name, dtype, block_k, hopper)
     return known[min(known, key=lambda log2_work: abs(log2_work - math.log2(max(work, 1))))]
 
 
-def candidates(name: str, dtype: torch.dtype, block_k: int, hopper: bool = False) -> list[Config]:
-    """All sizes that tuning tries and the GPU tests cover."""
-    if hopper:
-        stages = (3 if name == "clean" else 4) * 256 // block_k  # what shared memory holds
-        scan = (SCANS_CLEAN if name == "clean" else SCANS_DK)[0]
-        return [Config(128, s, 64, 64, 8, stages, *scan, hopper=True) for s in (256, 128)]
+def default(name: str, dtype: torch.dtype, block_k: int, hopper: bool = False) -> Config:
+    """Where nothing was measured: the first of those that benchmarks/tune.py tries."""
+    clean = name == "clean"
     if dtype != torch.bfloat16:
         bt = 64 if block_k <= 64 else 32
-        return [
-            Config(bt, s, bt, min(block_k, bs), 4, stages, min(block_k, 64), 32, 4, 2)
-            for s, bs, stages in ((4 * bt, 32, 2), (2 * bt, 32, 2), (4 * bt, 16, 1))
-        ]
-    found = []
-    reads, scans = (READS_CLEAN, SCANS_CLEAN) if name == "clean" else (READS_DK, SCANS_DK)
-    for bt, s, bn, bs, warps, stages in reads:
-        for blk, br, scan_warps, scan_stages in scans:
-            config = Config(bt, s, bn, min(bs, block_k), warps, stages, min(blk, block_k), br, scan_warps, scan_stages)
-            if config not in found:
-                found.append(config)
-    return found
-
-
-# BT, S, BN, BS, warps, stages
-READS_CLEAN = [
-    (64, 256, 32, 32, 4, 3), (64, 128, 32, 32, 4, 3), (64, 256, 16, 32, 4, 4), (64, 128, 16, 32, 4, 4),
-    (64, 256, 64, 64, 4, 3), (64, 128, 64, 64, 4, 3), (128, 256, 64, 64, 8, 3), (128, 128, 64, 64, 8, 3),
-]  # fmt: skip
-READS_DK = [
-    (64, 128, 32, 64, 4, 2), (64, 128, 16, 32, 4, 3), (64, 128, 16, 32, 4, 4), (64, 256, 32, 64, 4, 2),
-    (64, 128, 64, 64, 4, 2), (64, 128, 32, 32, 4, 3), (128, 128, 32, 32, 8, 2), (128, 128, 64, 64, 8, 2),
-]  # fmt: skip
-# BLK, BR, warps, stages
-SCANS_CLEAN = [(64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)]
-SCANS_DK = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)]
+        return Config(bt, 4 * bt, bt, min(block_k, 32), 4, 2, min(block_k, 64), 32, 4, 2)
+    scan = (min(64, block_k), 128 if clean else 64, 4, 3)
+    if hopper:
+        return Config(128, 256, 64, 64, 8, (3 if clean else 4) * 256 // block_k, *scan, hopper=True)
+    reads = (64, 256, 32, min(32, block_k), 4, 3) if clean else (64, 128, 32, min(64, block_k), 4, 2)
+    return Config(*reads, *scan)

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ccq.ops.choose import Call, choose
-from ccq.ops.clean.chunk import Gradients, Past, Read, Saved, kept_dtype
+from ccq.ops.clean.chunk import Gradients, Past, Saved, contiguous, kept_dtype
+from ccq.ops.clean.reference import Read
 from ccq.ops.clean.state import weight_of
 from ccq.ops.clean.triton import reads
 from ccq.ops.clean.triton.configs import Config, cdiv, pick, power_of_2
@@ -434,7 +435,3 @@ def in_rows(k: Tensor) -> bool:
     """Whether the tokens of all sequences lie equally far apart, each whole: a part of a fused projection, say."""
     batch, length, _, size = k.shape
     return k.stride()[2:] == (size, 1) and (batch == 1 or k.stride(0) == length * k.stride(1))
-
-
-def contiguous(*tensors: Tensor | None) -> list:
-    return [None if x is None else x.contiguous() for x in tensors]

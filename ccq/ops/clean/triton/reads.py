@@ -9,15 +9,7 @@ import triton
 import triton.language as tl
 
 from ccq.ops.clean.reference import LEAST
-from ccq.ops.clean.triton.scans import (
-    PERIOD,
-    VARYING,
-    decay_before,
-    load_rows,
-    locate,
-    store_rows,
-    weight_before,
-)
+from ccq.ops.clean.triton.scans import PERIOD, VARYING, decay_before, load_rows, locate, store_rows, weight_before
 
 SMALLEST = tl.constexpr(LEAST)  # added to y . y
 # what is made of y = Sigma q, and so what its gradient is
