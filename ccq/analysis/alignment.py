@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq import tables as screen
+from ccq.analysis import AnalysisError
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
 from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import clean_query
 from ccq.ops.precision import unit

@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.analysis.errors import AnalysisError
-from ccq.evaluate import position_limit
+from ccq.analysis import AnalysisError
 from ccq.mixers import Attention, Mamba2, QueryCleaner
 from ccq.mixers.attention import rotate
+from ccq.pretrained import most_tokens
 
 SEPARATE = ("k_proj", "key_proj", "wk", "key")  # the last only beside a "query": RWKV's is something else
 # fused projections, by where the keys are
@@ -225,18 +225,11 @@ def _one(x: Tensor) -> Tensor:
 @torch.no_grad()
 def run(model: Any, ids: Any) -> None:
     """One prompt through the body of a model: no logits of the vocabulary, no cache."""
-    body, config = getattr(model, "base_model", model), text_config(model)
-    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
-    named = getattr(config, "max_position_embeddings", None)
-    limit = position_limit(config)
-    try:
-        if limit is not None and len(ids) > limit:  # on a GPU it would fail for good
-            raise IndexError
-        body(tokens, use_cache=False)
-    except IndexError as error:
-        if not isinstance(named, int) or len(ids) <= named:
-            raise
+    limit = most_tokens(model)
+    if limit is not None and len(ids) > limit:  # on a GPU it would fail for good
         raise AnalysisError(
-            f"a prompt has {len(ids)} tokens, and {type(model).__name__} has learned positions for {named}: it cannot "
+            f"a prompt has {len(ids)} tokens, and {type(model).__name__} has learned positions for {limit}: it cannot "
             "take more. Give fewer --sentences of filler"
-        ) from error
+        )
+    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+    getattr(model, "base_model", model)(tokens, use_cache=False)

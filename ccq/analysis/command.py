@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 from ccq.doctor import best_device
 from ccq.evaluate.results import identity_of
 from ccq.files import write_atomically

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ccq.analysis import AnalysisError
 from ccq.analysis.capture import Read, run, watch
 from ccq.analysis.command import describe, finish, load, make_parser, name_of
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
 from ccq.files import read_text, stored

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ccq import tables as screen
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 from ccq.mixers import QueryCleaner
 from ccq.report.collect import Collection, Source
 from ccq.report.table import NOT_RUN, Block, Table, analysis_row, needle, number, tokens_label
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     from ccq.analysis.command import describe, write
     from ccq.evaluate import evaluate
     from ccq.evaluate.command import load, make_parser, parse
-    from ccq.evaluate.errors import EvaluationError
+    from ccq.evaluate.requests import EvaluationError
 
     parser = make_parser()
     parser.prog = "ccq analyze intervene"

@@ -24,9 +24,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ccq.analysis import AnalysisError
 from ccq.analysis.capture import Read, run, watch
 from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
 from ccq.ops import correction
 from ccq.ops.clean.reference import STEPS

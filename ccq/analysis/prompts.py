@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 
 
 class Kind(NamedTuple):

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Settings:
     sentences: int | None = None  # of filler in a prompt
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
     """One part: where it writes, what decides its result, and the files that it leaves."""
 
@@ -68,41 +68,31 @@ class Step:
     decides: dict[str, Any]
     leaves: tuple[str, ...]
 
+    def entry(self, finished: bool) -> dict[str, Any]:
+        """What OUT/demo.json says of it; tuples as lists, as a file has them."""
+        return json.loads(json.dumps({"decides": self.decides, "finished": finished, "format": FORMAT}))
 
-@dataclass
-class Record:
-    """OUT/demo.json: {folder: {"decides": ..., "finished": ...}}."""
+    def finished(self, out: Path, record: dict[str, Any]) -> bool:
+        there = all((out / self.folder / name).exists() for name in self.leaves)
+        return there and record.get(self.folder) == self.entry(True) and damaged(out / self.folder) is None
 
-    path: Path
-    steps: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> Record:
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return cls(path, dict(json.loads(path.read_text())["steps"]))
-        return cls(path)
+def read_record(out: Path) -> dict[str, Any]:
+    """{folder: the `entry` of its step} of OUT/demo.json."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return dict(read(out / STATE)["steps"])
+    return {}
 
-    def note(self, step: Step, finished: bool) -> None:
-        self.steps[step.folder] = {"decides": step.decides, "finished": finished, "format": FORMAT}
-        write_json(self.path, {"steps": self.steps})
 
-    def finished(self, step: Step) -> bool:
-        folder = self.path.parent / step.folder
-        there = all((folder / name).exists() for name in step.leaves) and damaged(folder) is None
-        return there and not self.differs(step) and self.steps.get(step.folder, {}).get("finished") is True
-
-    def differs(self, step: Step) -> bool:
-        """Whether what lies there was begun with other settings, or by an older version."""
-        told = self.steps.get(step.folder)
-        now = (json.loads(json.dumps(step.decides)), FORMAT)  # tuples as lists, as a file has them
-        return told is not None and (told.get("decides"), told.get("format")) != now
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def damaged(folder: Path) -> Path | None:
     """The first JSON file of a step that cannot be read."""
     for path in sorted(folder.rglob("*.json")):
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read(path)
         except ValueError:
             return path
     return None
@@ -122,23 +112,21 @@ def plan(settings: Settings) -> list[Step]:
     steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed, "steps": 2}, made)]
     for system in settings.systems:
         title = f"{label(system)} learns recall: {settings.steps} steps, then a test"
-        decides = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}
+        decides: dict[str, Any] = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}
         made = ("config.json", "log.jsonl", "eval/mqar.json")
         steps.append(Step(recipe_name(system, "tiny"), title, 15, recall, decides, made))
-    ship = [name for name in TRIO if name in shipped.names()]
-    for name in ship:
+    needles = [settings.needle_lengths, settings.needle_samples, settings.answer_tokens]
+    weights = {}
+    for name in (name for name in TRIO if name in shipped.names()):
         shipped.verify(shipped.root() / name)
         files = shipped.manifest(shipped.root() / name)["files"]
+        weights[name] = files.get("model.safetensors", {}).get("sha256")
         title = f"{name}, trained on text: needles, and perplexity by length"
-        decides = {
-            "weights": files.get("model.safetensors", {}).get("sha256"),
-            "needles": [settings.needle_lengths, settings.needle_samples, settings.answer_tokens],
-            "lengths": [settings.lengths, settings.tokens],
-        }
+        decides = {"weights": weights[name], "needles": needles, "lengths": [settings.lengths, settings.tokens]}
         steps.append(Step(name, title, 30, try_model, decides, ("niah.json", "length.json")))
-    if "ccq-gla-pico" in ship:
+    if "ccq-gla-pico" in weights:
         title = "ccq-gla-pico: do needle keys lie off the directions of most variance?"
-        decides = {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]}
+        decides = {"weights": weights["ccq-gla-pico"], "prompts": [settings.variants, settings.sentences]}
         made = ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png")
         steps.append(Step("alignment", title, 8, alignment, decides, made))
     return steps
@@ -169,19 +157,24 @@ def recall_config(settings: Settings, name: str, device: str) -> Any:
 
 def recall(settings: Settings, run: Path, device: str) -> None:
     """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there."""
+    import torch
+
     from ccq.evaluate import Options, evaluate
     from ccq.train.export import load_weights
     from ccq.train.loop import train
 
-    config = recall_config(settings, run.name, device)
-    with one_thread(device):
-        code = train(config, run)
-        if code:
+    threads = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
+    try:
+        if code := train(recall_config(settings, run.name, device), run):
             raise Stopped(code)
         model, _ = load_weights(run)
         options = Options(out=run / "eval", slices=settings.recall, seed=settings.seed)
         with quietly(settings):
             evaluate(model.to(device), None, "mqar", options, run.name)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def try_model(settings: Settings, out: Path, device: str) -> None:
@@ -242,20 +235,6 @@ def interruptions() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def one_thread(device: str) -> Iterator[None]:
-    """Tiny tensors: on a CPU a second thread costs more than it gives."""
-    import torch
-
-    before = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
 def quietly(settings: Settings) -> Iterator[None]:
     """What a part prints goes to the log; its progress, on stderr, stays."""
     from transformers.utils import logging
@@ -279,33 +258,33 @@ def run(settings: Settings, fresh: bool = False) -> int:
     out, begin = settings.out, time.perf_counter()
     steps = plan(settings)
     with folder.locked(out), interruptions() as got:
-        record = Record.read(out / STATE)
+        record = read_record(out)
         if fresh:
-            for name in [*record.steps, "report", STATE, LOG]:  # what this wrote, and nothing else
+            for name in [*record, "report", STATE, LOG]:  # what this wrote, and nothing else
                 remove(out / name)
-            record = Record(out / STATE)
+            record = {}
         device = settings.device or best_device()
-        console.print(where_it_runs(device))
-        left = sum(step.seconds for step in steps if not record.finished(step))
+        say(where_it_runs(device))
+        left = sum(step.seconds for step in steps if not step.finished(out, record))
         if not any(step.folder in TRIO for step in steps):
-            console.print(
-                "The trained trio does not ship with this version: needles, lengths and alignment are left out."
-            )
+            say("The trained trio does not ship with this version: needles, lengths and alignment are left out.")
         for number, step in enumerate(steps, 1):
             head = f"[{number}/{len(steps) + 1}] {step.title}"
-            if record.finished(step):
+            if step.finished(out, record):
                 say(f"{head}: finished before", style="dim")
                 continue
             so_far, to_go = duration(time.perf_counter() - begin), duration(max(0, left))
             say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
-            wrong = damaged(out / step.folder)
-            if wrong is not None:
+            if wrong := damaged(out / step.folder):
                 say(f"{wrong} is damaged: this part is made anew")
-            if wrong is not None or record.differs(step):
-                remove(settings.out / step.folder)  # before the record says that what lies there is this step's
-            record.note(step, finished=False)
+            as_now = record.get(step.folder) in (None, step.entry(False), step.entry(True))
+            if wrong or not as_now:  # begun with other settings, or by an older version
+                remove(out / step.folder)  # before the record says that what lies there is this step's
+            record[step.folder] = step.entry(finished=False)
+            write_json(out / STATE, {"steps": record})
             step.make(settings, out / step.folder, device)
-            record.note(step, finished=True)
+            record[step.folder] = step.entry(finished=True)
+            write_json(out / STATE, {"steps": record})
             if got:
                 raise KeyboardInterrupt
             left -= step.seconds
@@ -313,7 +292,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         page = write_report(settings, steps)
         show(settings, steps, console)
     say(f"\nThe page: {page.resolve()}")
-    console.print(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.", markup=False)
+    say(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.")
     return 0
 
 
@@ -350,15 +329,15 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
         said.append("The models trained here have one layer and a convolution over 4 tokens; the paper's GLA has none.")
     for name in ship[:1]:  # they are trained alike
         with contextlib.suppress(FileNotFoundError):
-            told = json.loads((shipped.root() / name / "results.json").read_text(encoding="utf-8"))
+            told = read(shipped.root() / name / "results.json")
             share = told["data"]["needle_tokens"] / told["data"]["tokens"]
             said.append(
                 f"The models that ship were trained on windows of {told['window']:,} tokens of text, {share:.0%} of it "
                 "documents with needles: they know the task."
                 + (f" They have a convolution over {told['conv_size']} tokens too." if told["conv_size"] else "")
             )
-    scores = {name: json.loads((settings.out / name / "niah.json").read_text())["scores"].values() for name in ship}
-    none = [name for name in ship if not any(score["value"] for score in scores[name])]
+    found = {name: read(settings.out / name / "niah.json")["scores"].values() for name in ship}
+    none = [name for name in ship if not any(score["value"] for score in found[name])]
     if none and len(none) < len(ship):
         said.append(
             f"{' and '.join(none)} found no needle at all: {'it' if len(none) == 1 else 'they'} did not learn to "
@@ -372,15 +351,12 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     """The numbers in short, and what may be concluded from them."""
     from ccq.shipped import book
 
-    def scores(folder: str, file: str) -> dict:
-        return json.loads((settings.out / folder / file).read_text())["scores"]
-
     def table(title: str, of: dict[str, str], file: str, columns: dict[str, str], digits: int = 1) -> None:
         """Rows are folders and the system in each, columns names of scores and their headings."""
-        rows = [
-            (label(system), *(f"{found[name]['value']:.{digits}f}" for name in columns))
-            for system, found in ((system, scores(folder, file)) for folder, system in of.items())
-        ]
+        rows = []
+        for folder, system in of.items():
+            found = read(settings.out / folder / file)["scores"]
+            rows.append((label(system), *(f"{found[name]['value']:.{digits}f}" for name in columns)))
         tables.show(("", *columns.values()), rows, title)
 
     trained = {recipe_name(system, "tiny"): system for system in settings.systems}
@@ -392,13 +368,13 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         columns = {f"{task}/{n}": f"{what}\n{n:,}" for task, what in tasks.items() for n in settings.needle_lengths}
         title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
         table(title, ship, "niah.json", columns, digits=0)
-        there, told = scores(next(iter(ship)), "length.json"), book()
+        there, told = read(settings.out / next(iter(ship)) / "length.json")["scores"], book()
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
         title = f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens"
         table(title, ship, "length.json", columns)
     if any(step.folder == "alignment" for step in steps):
-        path = settings.out / "alignment" / "alignment_ccq_gla_pico.json"
-        gaps = json.loads(path.read_text())["points"]["projection"]["top"]["16"]
+        told = read(settings.out / "alignment" / "alignment_ccq_gla_pico.json")
+        gaps = told["points"]["projection"]["top"]["16"]
         gap, control = gaps["unique"], gaps["planted"]["mean"]
         if gap["mean"] is not None and control is not None:
             console.print(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import RequestSet
+from ccq.evaluate.requests import EvaluationError, Request, RequestSet
 from ccq.evaluate.results import (
     Responses,
     identity_of,
@@ -22,6 +20,7 @@ from ccq.evaluate.results import (
 )
 from ccq.evaluate.suite import Options, Suite, named, suites
 from ccq.files import finite, write_json
+from ccq.pretrained import most_tokens
 from ccq.provenance import provenance
 from ccq.systems import Identity
 
@@ -42,90 +41,92 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         name: what the result calls the model.
         config: of the model, for a stage without it.
     """
-    its = named(suite)
+    its, stage = named(suite), options.stage
     its.check(options)
     if its.as_trained is not None:
         options = its.as_trained(options, config or getattr(model, "config", None))
-    if tokenizer is None and its.text and options.stage != "score":
+    if tokenizer is None and its.text and stage != "score":
         raise EvaluationError(f"the suite {suite} needs a tokenizer, and {name} has none: give one with --tokenizer")
-    out, requests = options.out, options.out / "requests" / f"{suite}.npz"
-    answers_path = out / "responses" / f"{suite}.jsonl"
-    asked = None
-    if options.stage in ("all", "requests"):
+    result_path, requests = options.out / f"{suite}.json", options.out / "requests" / f"{suite}.npz"
+    answers_path = options.out / "responses" / f"{suite}.jsonl"
+    if stage in ("all", "requests"):
         asked = its.build(options, tokenizer)
         asked.settings |= {"tokenizer_hash": tokenizer_hash(tokenizer), "limit": options.limit}
-        asked.origin = provenance() if options.stage == "requests" else None
-        if options.stage == "requests":
-            asked.save(requests)
         print(f"{suite}: {len(asked.requests)} requests, {sum(r.length for r in asked.requests):,} tokens")
-        if options.stage == "requests":
-            print(f"Wrote {requests}")
-            return None
-    asked = asked or RequestSet.load(requests)
+    else:
+        asked = RequestSet.load(requests)
+    if stage == "requests":
+        asked.origin = provenance()
+        asked.save(requests)
+        print(f"Wrote {requests}")
+        return None
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
         raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
-    if options.stage == "metrics":
+    if stage == "metrics":
         if not answers_path.exists():
             raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
-        responses = Responses(answers_path, {})
-    else:
-        check_vocabulary(model, asked)
-        check_positions(model, asked)
-        if options.again:  # only now: what is finished stays where the new run cannot begin
-            answers_path.unlink(missing_ok=True)
-            (out / f"{suite}.json").unlink(missing_ok=True)
-        identity: dict[str, Any] = {
-            "model_hash": model_hash(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "lam": lam_changed(model),
-        }
-        done = read_result(out, suite)
-        if (
-            done
-            and done["finished"]
-            and done["samples"]["hash"] == asked.hash()
-            and done["limit"] == asked.settings["limit"]
-            and done["model"]["hash"] == identity["model_hash"]
-            and done["model"].get("lam", identity["lam"]) == identity["lam"]
-        ):
-            print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
-            return done
-        size = sum(p.numel() for p in model.parameters())
-        identity |= {"model": name, "class": type(model).__name__, "parameters": size, "of": identity_of(model, name)}
-        if options.stage == "score":
-            identity["origin"] = provenance()
-        responses = Responses(answers_path, identity)
-        check_replaced(done, asked, responses, out)
-        if options.stage == "all":
-            asked.save(requests)
-        ask(model, asked, responses, options, suite)
-        if options.stage == "score":
-            print(f"Wrote {answers_path}")
-            return None
+        return finish(its, asked, Responses(answers_path, {}), options, tokenizer, name)
+    check_fits(model, asked)
+    if options.again:  # only now: what is finished stays where the new run cannot begin
+        answers_path.unlink(missing_ok=True)
+        result_path.unlink(missing_ok=True)
+    identity: dict[str, Any] = {
+        "model_hash": model_hash(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "lam": lam_changed(model),
+    }
+    done = read_result(result_path)
+    if (
+        done
+        and done["samples"]["hash"] == asked.hash()
+        and done["limit"] == asked.settings["limit"]
+        and done["model"]["hash"] == identity["model_hash"]
+        and done["model"].get("lam", identity["lam"]) == identity["lam"]
+    ):
+        print(f"{suite}: finished already, {result_path}; --again runs it again")
+        return done
+    size = sum(p.numel() for p in model.parameters())
+    identity |= {"model": name, "class": type(model).__name__, "parameters": size, "of": identity_of(model, name)}
+    if stage == "score":
+        identity["origin"] = provenance()
+    responses = Responses(answers_path, identity)
+    keys = {asked.key(request) for request in asked.requests}
+    if done and responses.answers.keys() - keys - {"shared_prefill"}:
+        # a finished result gives way to one that asks more, not to one that leaves out what it asked
+        changed = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
+        raise EvaluationError(
+            f"{result_path} is a finished result that was asked otherwise ({', '.join(changed)}): "
+            "take another --out, or --again to replace it"
+        )
+    if stage == "all":
+        asked.save(requests)
+    ask(model, asked, responses, options)
+    if stage == "score":
+        print(f"Wrote {answers_path}")
+        return None
     return finish(its, asked, responses, options, tokenizer, name)
 
 
-def ask(model, asked: RequestSet, responses: Responses, options: Options, suite: str) -> None:
+def ask(model, asked: RequestSet, responses: Responses, options: Options) -> None:
     """Have the model answer what it has not answered yet."""
     from ccq.evaluate.engine import Engine
 
-    keys = {id(request): asked.key(request) for request in asked.requests}
-    fresh: dict[str, object] = {}
+    each: dict[str, Request] = {}  # of equal ones the first
     for request in asked.requests:
-        if keys[id(request)] not in responses.answers:
-            fresh.setdefault(keys[id(request)], request)
-    if not fresh:
+        each.setdefault(asked.key(request), request)
+    todo = {key: request for key, request in each.items() if key not in responses.answers}
+    if not todo:
         return
-    if len(fresh) < len(set(keys.values())):
-        print(f"{suite}: resumed, {len(set(keys.values())) - len(fresh)} of {len(set(keys.values()))} answered before")
+    if len(todo) < len(each):
+        print(f"{asked.suite}: resumed, {len(each) - len(todo)} of {len(each)} answered before")
     engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
-    check_length(model, asked, engine.recurrent)
-    todo = list(fresh.values())
+    warn_of_length(model, asked, engine.recurrent)
+    keys = {id(request): key for key, request in todo.items()}
     waiting: list[dict] = []
     saved = time.perf_counter()
-    with progress(suite, sum(work(request) for request in todo)) as bar:
+    with progress(asked.suite, sum(map(work, todo.values()))) as bar:
         try:
-            for request, answer in engine.run(asked, todo):  # type: ignore[arg-type]
+            for request, answer in engine.run(asked, list(todo.values())):
                 waiting.append({"key": keys[id(request)], "id": request.id, **answer})
                 bar.update(work(request))
                 if time.perf_counter() - saved > 1 or len(waiting) >= 1000:
@@ -138,32 +139,19 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
         responses.add([{"key": "shared_prefill", **engine.shared.to_json()}])
 
 
-def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
-    """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
-    left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
-    if done and done["finished"] and left:
-        now = {name: asked.settings.get(name) for name in done["settings"] if name != "max_length"}
-        differ = [name for name, new in now.items() if new != done["settings"][name]]
-        raise EvaluationError(
-            f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
-            "take another --out, or --again to replace it"
-        )
-
-
 def work(request) -> float:
     """What a request costs, in tokens, roughly: a generated one counts for 16 that are only read."""
     return request.length + 16 * request.max_new
 
 
-def position_limit(config) -> int | None:
-    """The tokens past which a model with learned positions cannot go."""
-    if getattr(config, "model_type", "") in ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "openai-gpt", "xglm", "biogpt"):
-        return config.max_position_embeddings
-    return None
-
-
-def check_positions(model, asked: RequestSet) -> None:
-    longest, limit = asked.longest() - 1, position_limit(model.config)  # the last token is predicted, never read
+def check_fits(model, asked: RequestSet) -> None:
+    """Refuse tokens that the model has no embedding for, and more of them than it has positions for."""
+    size, largest = model.get_input_embeddings().weight.shape[0], int(asked.tokens.max(initial=0))
+    if largest >= size:
+        vocabulary = asked.settings.get("vocabulary")  # of a suite that makes its own tokens
+        why = f"its vocabulary is {vocabulary:,} tokens" if vocabulary else "is the tokenizer its own?"
+        raise EvaluationError(f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: {why}")
+    longest, limit = asked.longest() - 1, most_tokens(model)  # the last token is predicted, never read
     if limit is not None and longest > limit:
         raise EvaluationError(
             f"the longest request has {longest} tokens, and {type(model).__name__} has learned positions "
@@ -171,9 +159,8 @@ def check_positions(model, asked: RequestSet) -> None:
         )
 
 
-def check_length(model, asked: RequestSet, recurrent: bool) -> None:
-    longest, config = asked.longest() - 1, model.config
-    context = getattr(config, "max_position_embeddings", None)
+def warn_of_length(model, asked: RequestSet, recurrent: bool) -> None:
+    longest, context = asked.longest() - 1, getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and longest > context and not recurrent:
         warnings.warn(
             f"{asked.suite}: the longest request has {longest} tokens, and the config of {type(model).__name__} names "
@@ -181,15 +168,6 @@ def check_length(model, asked: RequestSet, recurrent: bool) -> None:
             ContextWarning,
             stacklevel=2,
         )
-
-
-def check_vocabulary(model, asked: RequestSet) -> None:
-    size = model.get_input_embeddings().weight.shape[0]
-    largest = int(asked.tokens.max(initial=0))
-    if largest >= size:
-        vocabulary = asked.settings.get("vocabulary")  # of a suite that makes its own tokens
-        why = f"its vocabulary is {vocabulary:,} tokens" if vocabulary else "is the tokenizer its own?"
-        raise EvaluationError(f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: {why}")
 
 
 def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name) -> dict:
@@ -204,19 +182,13 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
     for row in rows:
         if "prompt_hash" not in row:
             row["prompt_hash"] = by_id.get(row["id"]) or by_id[row["id"].rpartition("/")[0]]
-    identity = responses.identity
+    identity = {"model": name} | responses.identity
     seconds = sum(responses.answers[key]["seconds"] for key in dict.fromkeys(keys))
-    model_row = {
-        "name": identity.get("model", name),
-        "hash": identity.get("model_hash"),
-        "dtype": identity.get("dtype"),
-        "class": identity.get("class"),
-        "parameters": identity.get("parameters"),
-        "lam": identity.get("lam"),
-    }
+    told = {"name": "model", "hash": "model_hash", "dtype": "dtype", "class": "class", "parameters": "parameters",
+            "lam": "lam"}  # what the result calls it, and the answers  # fmt: skip
     result = {
         "suite": its.name,
-        "identity": identity.get("of") or asdict(Identity(model_row["name"])),
+        "identity": identity.get("of") or asdict(Identity(identity["model"])),
         "finished": True,
         "limit": asked.settings["limit"],
         "quick_look": asked.settings["limit"] is not None,
@@ -224,7 +196,7 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},
         "notes": asked.notes,
-        "model": model_row,
+        "model": {ours: identity.get(theirs) for ours, theirs in told.items()},
         "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
         "seconds": seconds,
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
@@ -244,13 +216,10 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
 
 def table(result: dict) -> str:
     """Scores with their intervals, a line each."""
-    scores = result["scores"]
-    width = max(len(name) for name in scores)
-    lines = [
-        f"{result['suite']} of {result['model']['name']}"
-        + (f", the first {result['limit']} only" if result["quick_look"] else "")
-    ]
-    for name, score in scores.items():
+    quick = f", the first {result['limit']} only" if result["quick_look"] else ""
+    lines = [f"{result['suite']} of {result['model']['name']}{quick}"]
+    width = max(map(len, result["scores"]))
+    for name, score in result["scores"].items():
         point = "-" if score["value"] is None else f"{score['value']:.2f}"
         known = score.get("interval") and None not in score["interval"]
         interval = "[{:.2f}, {:.2f}]".format(*score["interval"]) if known else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ccq.doctor import best_device
 from ccq.evaluate import evaluate
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.evaluate.suite import COMMON, Option, Options, Suite, named, positive, readers, suites
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ccq.evaluate.requests import Request, RequestSet
+from ccq.evaluate.statistics import grouped
 
 GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
 MEASURED = 4  # batches in which both ways of prefill are run, the first to warm up
@@ -51,7 +52,7 @@ class Engine:
     Args:
         model: a causal LM in eval mode, on its device.
         batch_size: sequences a batch; None takes as many as fit `batch_tokens`.
-        batch_tokens: padded tokens that are run at once; None is 32,768 on a GPU and 4,096 elsewhere.
+        batch_tokens: padded tokens that are run at once; 0 is 32,768 on a GPU and 4,096 elsewhere.
         prefill: for requests with one context and several continuations: "shared" runs the context once, "plain" each
             request whole, "auto" times both on the first batches and takes the faster.
         chunk: tokens a piece in which a window is run where the model's cache does not grow with its length.
@@ -59,7 +60,7 @@ class Engine:
 
     model: Any
     batch_size: int | None = None
-    batch_tokens: int | None = None
+    batch_tokens: int = 0
     prefill: str = "auto"
     chunk: int = 2048
     shared: SharedPrefill = field(default_factory=SharedPrefill)
@@ -67,8 +68,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.model.eval()
         self.device = next(self.model.parameters()).device
-        if self.batch_tokens is None:
-            self.batch_tokens = 32_768 if self.device.type == "cuda" else 4_096
+        self.batch_tokens = self.batch_tokens or (32_768 if self.device.type == "cuda" else 4_096)
         self.body, self.head = parts(self.model, self.device)
         self.continues, self.recurrent = cache_properties(self.body, self.device)
         self.pads = self.recurrent and padding_is_nothing(self.body, self.device)
@@ -85,15 +85,12 @@ class Engine:
             argmax     tokens: [int] a position
         """
         requests = asked.requests if requests is None else requests
-        by_kind = {kind: [r for r in requests if r.kind == kind] for kind in ("score", "generate", "argmax")}
-        assert sum(map(len, by_kind.values())) == len(requests), "a request of unknown kind"
+        by_kind = {"score": [], "generate": [], "argmax": []} | grouped(requests, lambda request: request.kind)
+        assert len(by_kind) == 3, "a request of unknown kind"
         yield from self._run_scores(asked, by_kind["score"])
         for batch in self.batches(by_kind["argmax"]):
             yield from self._timed(self._argmax, asked, batch)
-        groups: dict[tuple, list[Request]] = {}
-        for request in by_kind["generate"]:
-            length = 0 if self.pads else request.length
-            groups.setdefault((length, request.max_new, request.min_new, request.stop), []).append(request)
+        groups = grouped(by_kind["generate"], lambda r: (0 if self.pads else r.length, r.max_new, r.min_new, r.stop))
         for how in sorted(groups, reverse=True):  # the longest first: what does not fit fails at once
             for batch in self.batches(groups[how], extra=how[1], times=GENERATED):
                 yield from self._timed(self._generate, asked, batch)
@@ -105,9 +102,8 @@ class Engine:
         in pieces of so many tokens: of a long one no more than a piece counts."""
         ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
         while ordered:
-            longest = ordered[0].length + extra
-            longest = longest if chunk is None else min(longest, chunk)
-            size = self.batch_size or max(1, times * (self.batch_tokens or 1) // max(1, longest))
+            longest = min(ordered[0].length + extra, chunk or 2**62)
+            size = self.batch_size or max(1, times * self.batch_tokens // max(1, longest))
             size = self.even(min(size, len(ordered)))
             yield ordered[:size]
             ordered = ordered[size:]
@@ -155,27 +151,21 @@ class Engine:
         """Requests to score one by one, and groups of one context that is longer than each continuation."""
         if self.prefill == "plain" or not self.continues:
             return list(requests), []
-        by_context: dict[bytes, list[Request]] = {}
-        for request in requests:
-            by_context.setdefault(asked.of(request)[: request.context].tobytes(), []).append(request)
-        groups = list(by_context.values())
-        worth = [len(group) > 1 and all(2 * r.context > r.length for r in group) for group in groups]
-        plain = [r for group, good in zip(groups, worth, strict=True) if not good for r in group]
-        return plain, [group for group, good in zip(groups, worth, strict=True) if good]
+        plain, groups = [], []
+        for group in grouped(requests, lambda request: asked.of(request)[: request.context].tobytes()).values():
+            if len(group) > 1 and all(2 * request.context > request.length for request in group):
+                groups.append(group)
+            else:
+                plain += group
+        return plain, groups
 
     def _context_batches(self, groups: list[list[Request]]) -> Iterator[list[list[Request]]]:
         """Groups whose contexts are equally long, so that the prefill needs no padding."""
-        by_length: dict[int, list[list[Request]]] = {}
-        for group in groups:
-            by_length.setdefault(group[0].context, []).append(group)
-        for length in sorted(by_length, reverse=True):
-            waiting = by_length[length]
+        for _, waiting in sorted(grouped(groups, lambda group: group[0].context).items(), reverse=True):
             while waiting:
-                cost = sum(r.length for r in waiting[0])
-                size = max(
-                    1, (self.batch_size or (self.batch_tokens or 1) // cost * len(waiting[0])) // len(waiting[0])
-                )
-                size = self.even(min(size, len(waiting)))
+                tokens, rows = sum(request.length for request in waiting[0]), len(waiting[0])
+                size = self.batch_size // rows if self.batch_size else self.batch_tokens // tokens
+                size = self.even(min(max(1, size), len(waiting)))
                 yield waiting[:size]
                 waiting = waiting[size:]
 
@@ -187,10 +177,8 @@ class Engine:
         requests = [request for group in contexts for request in group]
         found: dict[str, dict[str, dict]] = {}
         for name, answer, batch in (("plain", self._score, requests), ("shared", self._score_shared, contexts)):
-            self._synchronize()
             begin = time.perf_counter()
-            found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}
-            self._synchronize()
+            found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}  # on the CPU: a GPU is done
             seconds = time.perf_counter() - begin if self._measured else 0.0
             setattr(self.shared, f"{name}_seconds", getattr(self.shared, f"{name}_seconds") + seconds)
         for group in contexts:
@@ -204,20 +192,14 @@ class Engine:
         if self._measured == MEASURED:
             self.shared.used = self.shared.shared_seconds < self.shared.plain_seconds
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _score(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         """Whole sequences, right-padded; in pieces of `chunk` tokens with a recurrent cache, so memory is flat in T."""
-        tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
+        tokens = [ids_of(asked, request) for request in batch]
         inputs = self.padded([x[:-1] for x in tokens])  # [B, T]
         length = inputs.shape[1]
         pieces = range(0, length, self.chunk) if self.recurrent and length > self.chunk else [0]
         step = self.chunk if len(pieces) > 1 else length
-        losses: list[list[Tensor]] = [[] for _ in batch]
-        greedy = [True] * len(batch)
-        cache = None
+        found, cache = [], None
         for begin in pieces:
             states, cache = self.states(inputs[:, begin : begin + step], cache, keep=len(pieces) > 1)
             rows, columns, targets = [], [], []
@@ -228,10 +210,8 @@ class Engine:
                 rows.append(torch.full_like(where, row))
                 columns.append(where - begin)
                 targets.append(x[where + 1])
-            nll, right = self.losses(states, torch.cat(rows), torch.cat(columns), torch.cat(targets))
-            counts = [len(x) for x in targets]
-            add_losses(losses, greedy, nll.split(counts), right.split(counts))
-        return scored(batch, losses, greedy)
+            found.append(self.losses(states, torch.cat(rows), torch.cat(columns), torch.cat(targets)))
+        return scored(batch, found)
 
     def _score_shared(self, asked: RequestSet, groups: list[list[Request]]) -> list[tuple[Request, dict]]:
         """Each context once, then its continuations from the cache, expanded."""
@@ -239,22 +219,20 @@ class Engine:
         states, cache = self.states(torch.from_numpy(contexts), None, keep=True)
         batch = [request for group in groups for request in group]
         owner = torch.tensor([row for row, group in enumerate(groups) for _ in group])
-        continuations = [torch.from_numpy(asked.of(r)[r.context :].astype(np.int64)) for r in batch]
-        first = torch.stack([x[0] for x in continuations])
-        nll, right = self.losses(states, owner, torch.full_like(owner, states.shape[1] - 1), first)
-        losses = [[x[None]] for x in nll]
-        greedy = right.tolist()
+        continuations = [ids_of(asked, request)[request.context :] for request in batch]
+        first, everyone = torch.stack([x[0] for x in continuations]), torch.arange(len(batch))
+        last = torch.full_like(owner, states.shape[1] - 1)
+        found = [(everyone, *self.losses(states, owner, last, first)[1:])]
         inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in continuations], batch_first=True)  # [B, T]
         if inputs.shape[1] > 0:
             more = self.even(2 * len(batch) - 1) - len(batch) if self.few_sizes else 0  # rows that nobody asked for
             cache.reorder_cache(torch.nn.functional.pad(owner, (0, more)).to(self.device))
             states, _ = self.states(torch.nn.functional.pad(inputs, (0, 0, 0, more)), cache)
             counts = [len(x) - 1 for x in continuations]
-            rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
+            rows = torch.repeat_interleave(everyone, torch.tensor(counts))
             columns = torch.cat([torch.arange(n) for n in counts])
-            nll, right = self.losses(states, rows, columns, torch.cat([x[1:] for x in continuations]))
-            add_losses(losses, greedy, nll.split(counts), right.split(counts))
-        return scored(batch, losses, greedy)
+            found.append(self.losses(states, rows, columns, torch.cat([x[1:] for x in continuations])))
+        return scored(batch, found)
 
     def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
         """The body's states [B, T, D] (logits where model and head do not part), and the cache if `keep`."""
@@ -271,14 +249,15 @@ class Engine:
         more = -length % 64 if self.device.type == "cuda" and length + 64 <= limit else 0
         return torch.nn.functional.pad(inputs, (0, more))
 
-    def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """-log p(target) in fp32, and whether the target is the likeliest, for states[rows, columns]; on the CPU."""
-        nll, right = [], []
+    def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`rows`, -log p(target) in fp32, and whether the target is the likeliest, of states[rows, columns]; on the
+        CPU."""
+        nll, right = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
         for logits, at in self.logits(states, rows, columns):
             target = targets[at].to(self.device)
             nll.append(torch.nn.functional.cross_entropy(logits, target, reduction="none").cpu())
             right.append((logits.argmax(-1) == target).cpu())
-        return (torch.cat(nll), torch.cat(right)) if nll else (torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+        return rows, torch.cat(nll), torch.cat(right)
 
     def logits(self, states: Tensor, rows: Tensor, columns: Tensor) -> Iterable[tuple[Tensor, slice]]:
         """fp32 logits [n, V] of states[rows, columns], some rows at a time."""
@@ -292,8 +271,7 @@ class Engine:
     # the other two kinds
 
     def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
-        tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
-        states, _ = self.states(self.padded(tokens))
+        states, _ = self.states(self.padded([ids_of(asked, request) for request in batch]))
         counts = [len(request.positions) for request in batch]
         rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
         columns = torch.tensor([position for request in batch for position in request.positions])
@@ -309,7 +287,7 @@ class Engine:
         prompts = torch.zeros(len(batch), max(request.length for request in batch), dtype=torch.int64)
         mask = torch.zeros_like(prompts)
         for row, request in enumerate(batch):
-            prompts[row, -request.length :] = torch.from_numpy(asked.of(request).astype(np.int64))
+            prompts[row, -request.length :] = ids_of(asked, request)
             mask[row, -request.length :] = 1
         prompts, mask = prompts.to(self.device), mask.to(self.device)
         how = GenerationConfig(
@@ -319,40 +297,32 @@ class Engine:
             eos_token_id=list(one.stop) or None,
             pad_token_id=one.stop[0] if one.stop else 0,
         )
-        with plain_generation(self.model):
+        own = self.model.generation_config  # it may add penalties, and tokens that must not be said
+        self.model.generation_config = GenerationConfig()
+        try:
             out = self.model.generate(prompts, attention_mask=mask, generation_config=how)
+        finally:
+            self.model.generation_config = own
         answers = out[:, prompts.shape[1] :].tolist()
-        return [(request, {"tokens": until(answer, one.stop)}) for request, answer in zip(batch, answers, strict=True)]
+        ends = [next((at for at, token in enumerate(answer) if token in one.stop), None) for answer in answers]
+        return [(r, {"tokens": answer[:end]}) for r, answer, end in zip(batch, answers, ends, strict=True)]
 
 
-@contextmanager
-def plain_generation(model: Any) -> Iterator[None]:
-    """Without what a model's own generation config would add: penalties, tokens that it must not say."""
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
+def ids_of(asked: RequestSet, request: Request) -> Tensor:
+    return torch.from_numpy(asked.of(request).astype(np.int64))
 
 
-def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
-    """The tokens before the first stop token."""
-    return next((tokens[:at] for at, token in enumerate(tokens) if token in stop), tokens)
+def output(out: Any) -> Tensor:
+    """What a body, or a model without one, puts out at each position."""
+    return out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits
 
 
-def add_losses(losses: list[list[Tensor]], greedy: list[bool], nll: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    """More losses of each row, and whether these too are of the likeliest tokens."""
-    for row, (part, hit) in enumerate(zip(nll, right, strict=True)):
-        losses[row].append(part)
-        greedy[row] &= bool(hit.all())
-
-
-def scored(batch: list[Request], losses: list[list[Tensor]], greedy: list[bool]) -> list[tuple[Request, dict]]:
-    rows = zip(batch, losses, greedy, strict=True)
-    return [(request, {"nll": segments(torch.cat(mine), request), "greedy": best}) for request, mine, best in rows]
+def scored(batch: list[Request], found: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Request, dict]]:
+    """The answers, of what `losses` gave for parts of the batch."""
+    rows, nll, right = (torch.cat(column) for column in zip(*found, strict=True))
+    order, counts = rows.argsort(stable=True), rows.bincount(minlength=len(batch)).tolist()
+    each = zip(batch, nll[order].split(counts), right[order].split(counts), strict=True)
+    return [(r, {"nll": segments(losses, r), "greedy": bool(hits.all())}) for r, losses, hits in each]
 
 
 def segments(losses: Tensor, request: Request) -> list[float]:
@@ -389,7 +359,6 @@ def cache_properties(body: torch.nn.Module, device: torch.device) -> tuple[bool,
     times nearer than without the cache.
     """
     ids = torch.arange(24, device=device)[None] % 97
-    output = lambda out: out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits  # noqa: E731
     try:
         truth = output(body(ids, use_cache=False))[:, 12:].float()
         apart = output(body(ids[:, 12:], use_cache=False)).float()
@@ -418,7 +387,6 @@ def padding_is_nothing(body: torch.nn.Module, device: torch.device) -> bool:
     both = torch.cat([ids, short])
     mask = torch.ones_like(both)
     mask[1, :12] = 0
-    output = lambda out: out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits  # noqa: E731
     try:
         truth = output(body(ids[:, 12:], use_cache=False))[0].float()
         counted = output(body(short, use_cache=False))[0, 12:].float()
@@ -438,8 +406,6 @@ def cache_bytes(thing, seen: set | None = None) -> int:
     seen.add(id(thing))
     if isinstance(thing, Tensor):
         return thing.numel() * thing.element_size() if thing.dim() > 1 else 0
-    if isinstance(thing, dict):
-        return sum(cache_bytes(x, seen) for x in thing.values())
-    if isinstance(thing, (list, tuple)):
-        return sum(cache_bytes(x, seen) for x in thing)
-    return sum(cache_bytes(x, seen) for x in vars(thing).values()) if hasattr(thing, "__dict__") else 0
+    if not isinstance(thing, (dict, list, tuple)):
+        thing = getattr(thing, "__dict__", {})
+    return sum(cache_bytes(x, seen) for x in (thing.values() if isinstance(thing, dict) else thing))

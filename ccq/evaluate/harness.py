@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from ccq.evaluate import sources
 from ccq.evaluate.engine import PREFILLS
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, Request, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
 from ccq.evaluate.statistics import average, summary
 from ccq.evaluate.suite import Option, Suite, max_lengths_option
 
@@ -122,6 +121,7 @@ def cut(context: list[int], rest: list[int], max_length: int) -> Tokens:
 
 def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | None, limit: int | None) -> list[dict]:
     """The harness's own task definitions, with documents from `data`; WikiText once for each maximal length."""
+    import datasets
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -131,10 +131,11 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
-            rows = sources.rows(sources.find(data, stem, fields), fields)[:limit]
+            made = datasets.Dataset.from_list(sources.read(data, stem, fields)[:limit])
             # the harness would process all documents each time it asks for them
-            made = documents(rows, split, config.pop("process_docs", None))
-            config |= {"custom_dataset": functools.partial(given, made), "dataset_path": "json", "dataset_name": None}
+            made = config.pop("process_docs", lambda documents: documents)(made)
+            config |= {"custom_dataset": functools.partial(given, {split: made})}
+            config |= {"dataset_path": "json", "dataset_name": None}
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
         if name == "wikitext":
             configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
@@ -144,13 +145,6 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 
 
 SPLITS = ("training_split", "validation_split", "test_split")
-
-
-def documents(rows: list[dict], split: str, process: Callable | None) -> dict:
-    import datasets
-
-    made = datasets.Dataset.from_list(rows)
-    return {split: made if process is None else process(made)}
 
 
 def given(documents: dict, **_) -> dict:
@@ -165,7 +159,7 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    bars = datasets.are_progress_bars_disabled()
+    quiet = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     # it asks git about the folder that one happens to be in, and git complains aloud where that is no repository
     asks_git, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
@@ -181,12 +175,8 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
         raise sources.not_on_hub("the lm tasks", error) from error
     finally:
         evaluator.get_git_commit_hash = asks_git
-        if not bars:
+        if not quiet:
             datasets.enable_progress_bars()
-
-
-def settings_of(options) -> tuple[list[str], list[int]]:
-    return list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
 
 
 OTHER_DATA = "the request file was made from other data than the harness has now: make it again with --stage requests"
@@ -196,7 +186,7 @@ def build(options, tokenizer) -> RequestSet:
     """Let the harness ask, and write down what it asks; equal questions once."""
     if tokenizer.eos_token_id is None:
         raise EvaluationError("the tokenizer has no end-of-text token (eos_token), which the harness begins texts with")
-    names, max_lengths = settings_of(options)
+    names, max_lengths = list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
     builder, seen = Builder(), set()
 
     def record(asked: list[Tokens]) -> list[tuple[float, bool]]:
@@ -251,34 +241,30 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     made = documents_of(told, max_lengths)
     if any(request.meta.get("documents", made) != made for request in asked.requests[:1]):
         raise EvaluationError(OTHER_DATA)
-    rows: list[dict] = []
     groups: dict[str, list[dict]] = {}
     scores: dict[str, dict] = {}
     for task, samples in told["samples"].items():
         name, _, length = task.rpartition("_") if task.startswith("wikitext_") else (task, "", "")
         for suffix, (metric, aggregate) in TASKS[name].groups.items():
             group = f"{name}{'/' + length if length else ''}{suffix}"
-            mine = []
+            mine = groups[group] = []
             for sample in samples:
                 row = {"id": f"{group}/{sample['doc_id']}", "group": group, "prompt_hash": sample["prompt_hash"]}
-                row["output"] = (
-                    [response[0] for response in sample["filtered_resps"]] if not length else sample["filtered_resps"]
-                )
+                answers = sample["filtered_resps"]
+                row["output"] = answers if length else [response[0] for response in answers]
                 result = sample[metric]
                 if isinstance(result, tuple):  # (log-likelihood, words)
                     mine.append(row | {"score": -result[0], "weight": result[1]})
                 else:
                     mine.append(row | {"score": -result if aggregate == "perplexity" else result})
-            rows += mine
-            groups[group] = mine
-            scores[group] = summary(mine, aggregate) | {"metric": metric}
             harness = told["results"][task][f"{metric},none"]
-            scores[group]["value"] = 100 * harness if aggregate == "mean" else harness
+            point = 100 * harness if aggregate == "mean" else harness
+            scores[group] = summary(mine, aggregate) | {"metric": metric, "value": point}
     if options.data is not None and "boolq" in scores:
         scores["boolq"]["note"] = BOOLQ_NOTE
     if set(AVERAGE) <= groups.keys():
         scores["average"] = average({name: groups[name] for name in AVERAGE})
-    return rows, scores
+    return [row for mine in groups.values() for row in mine], scores
 
 
 SUITE = Suite(

@@ -29,8 +29,7 @@ import numpy as np
 from ccq.data.counter import bits, key_of
 from ccq.data.needles import is_training_key, is_training_value, words
 from ccq.evaluate import sources
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.results import tokenizer_hash, write_rows
 from ccq.evaluate.statistics import grouped, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
@@ -55,7 +54,11 @@ PROMPT = (
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
 DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
-SIZINGS = ("ruler", "full", "lm-eval")
+SIZINGS = {
+    "ruler": "haystacks sized as RULER does",
+    "full": "the largest haystack that fits",
+    "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
+}
 TRIES = 100  # of RULER's to draw a needle that fits where the haystack can shrink no more: it has no end to them
 KEYS = ("all", "odd")
 GENERATOR = 1  # raise it with any change to what is drawn
@@ -119,11 +122,11 @@ class Haystack:
         if kind == "essay":
             text = essays(data)
             self.split, self.versions = splitter(data)
-            self.versions["essays"] = hashlib.sha256(text.encode()).hexdigest()
+            self.versions["essays"] = sha256(text)
         elif kind == "book":
             text = "\n\n".join(book()["stories"])
             self.split = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][”’])) (?=[“‘A-Z])").split
-            self.versions["book"] = hashlib.sha256(text.encode()).hexdigest()
+            self.versions["book"] = sha256(text)
         if kind != "noise":
             self.words = re.sub(r"\s+", " ", text).split(" ")
             self.sentences = functools.lru_cache(maxsize=1024)(self._sentences)
@@ -144,8 +147,7 @@ class Haystack:
 
 def essays(data: Path | None) -> str:
     if data is not None:
-        (row,) = sources.rows(sources.find(data, "PaulGrahamEssays", ["text"]), ["text"])[:1]
-        return row["text"]
+        return sources.read(data, "PaulGrahamEssays", ["text"])[0]["text"]
 
     def load() -> list[str]:
         import datasets
@@ -236,10 +238,8 @@ class Sizer:
             )
         if self.sizing == "full":
             self.start = max(1, largest(self._counts(model), self.room, 1))
-        elif self.sizing == "ruler":
-            self.start = self._start_of_ruler()
         else:
-            self.start = self._start_of_lm_eval(model)
+            self.start = self._start_of_ruler() if self.sizing == "ruler" else self._start_of_lm_eval(model)
 
     def _counts(self, needle: Needle) -> Callable[[int], int]:
         return functools.cache(lambda size: self.count(render(self.task, self.haystack, size, needle)[0]))
@@ -296,53 +296,45 @@ class Sizer:
         return start
 
     def _start_of_lm_eval(self, needle: Needle) -> int:
-        size = self.step
-        while True:
+        for size in itertools.count(self.step, self.step):
             total = self._question(size, needle, needle.value)
-            if total > self.room:
-                return max(1, size - self.step)
-            if total == self.room:
-                return size + self.step
-            size += self.step
+            if total >= self.room:
+                break
+        return size + self.step if total == self.room else max(1, size - self.step)
 
 
 def build(options, tokenizer) -> RequestSet:
     """Draw (or read, where they are frozen) the samples, and ask for the needle."""
-    lengths = options.lengths or LENGTHS
-    count = SAMPLES if options.limit is None else min(SAMPLES, options.limit)
-    settings = {
-        "tasks": list(options.tasks or TASKS),
-        "lengths": list(lengths),
-        "samples": count,
-        "seed": options.seed,
-        "sizing": options.sizing,
-        "keys": options.keys,
-        "max_new_tokens": options.answer_tokens or ANSWER,
-    }
+    tasks, lengths = list(options.tasks or TASKS), list(options.lengths or LENGTHS)
+    count, new = min(SAMPLES, options.limit or SAMPLES), options.answer_tokens or ANSWER
     builder, hashes, fill = Builder(), {}, {}
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    for task in settings["tasks"]:
+    for task in tasks:
         haystack = Haystack(KNOWN[task][0], options.data)
         for length in lengths:
-            rows, hash_ = frozen(task, length, count, options, tokenizer, haystack)
-            hashes[f"{task}/{length}"] = hash_
-            fill[f"{task}/{length}"] = min(row["tokens"] + settings["max_new_tokens"] for row in rows) / length
+            group = f"{task}/{length}"
+            rows, hashes[group] = frozen(task, length, count, options, tokenizer, haystack)
+            fill[group] = min(row["tokens"] + new for row in rows) / length
             for row in rows:
                 tokens = tokenizer(row["prompt"]).input_ids
-                meta = {"answer": row["answer"], "depth": row["depth"], "group": f"{task}/{length}"}
-                how = {"max_new": settings["max_new_tokens"], "stop": stop, "meta": meta}
-                builder.add(f"{task}/{length}/{row['index']}", "generate", tokens, **how)
-    settings["sample_files"] = hashes
-    settings["least_filled"] = fill
-    sized = {
-        "full": "the largest haystack that fits",
-        "ruler": "haystacks sized as RULER does",
-        "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
-    }[options.sizing]
-    notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
-    if settings["max_new_tokens"] != ANSWER:
-        notes.append(f"{settings['max_new_tokens']} tokens of answer instead of RULER's {ANSWER}")
-    if "niah_book" in settings["tasks"]:
+                meta = {"answer": row["answer"], "depth": row["depth"], "group": group}
+                builder.add(f"{group}/{row['index']}", "generate", tokens, max_new=new, stop=stop, meta=meta)
+    settings = {
+        "tasks": tasks,
+        "lengths": lengths,
+        "samples": count,
+        **{name: getattr(options, name) for name in ("seed", "sizing", "keys")},
+        "max_new_tokens": new,
+        "sample_files": hashes,
+        "least_filled": fill,
+    }
+    notes = [
+        f"{SIZINGS[options.sizing]}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its "
+        "length"
+    ]
+    if new != ANSWER:
+        notes.append(f"{new} tokens of answer instead of RULER's {ANSWER}")
+    if "niah_book" in tasks:
         told = book()
         notes.append(f"niah_book: the haystack is {told['title']} by {told['author']}, not RULER's essays")
     if options.keys == "odd":
@@ -357,43 +349,40 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
     header = {
         "task": task,
         "length": length,
-        "seed": options.seed,
-        "sizing": options.sizing,
-        "keys": options.keys,
+        **{name: getattr(options, name) for name in ("seed", "sizing", "keys")},
         "samples": count,
         "generator": GENERATOR,
         "tokenizer": tokenizer_hash(tokenizer),
         "wonderwords": importlib.metadata.version("wonderwords"),
-        "words": hashlib.sha256("\n".join(itertools.chain(*words())).encode()).hexdigest(),
+        "words": sha256("\n".join(itertools.chain(*words()))),
         **haystack.versions,
     }
     answer = max(ANSWER, options.answer_tokens or 0)  # a shorter one leaves the prompts as RULER's are
     if answer != ANSWER:
         header["answer"] = answer
-    made_of = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+    made_of = sha256(json.dumps(header, sort_keys=True))
     path = options.out / "samples" / f"{task}-{length}-{count}-{made_of[:12]}.jsonl"
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
-        if lines and json.loads(lines[0]) == header | {
-            "sha256": hashlib.sha256("\n".join(lines[1:]).encode()).hexdigest()
-        }:
-            return [json.loads(line) for line in lines[1:]], hashlib.sha256(path.read_bytes()).hexdigest()
+    if not path.exists():
+        counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
+        drawn = functools.partial(draw, task, length, seed=options.seed, keys=options.keys, word_lists=words())
+        sizer = Sizer(task, length, options.sizing, haystack, counted, drawn, answer)
+        rows = []
+        for index in range(count):
+            needle, size = sizer.sample(index)
+            prompt, depth = render(task, haystack, size, needle)
+            row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
+            rows.append(row | {"size": size, "tokens": counted(prompt)})
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        write_rows(path, [header | {"sha256": sha256("\n".join(lines))}, *rows])
+    text = path.read_text(encoding="utf-8")
+    first, *lines = text.removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
+    if json.loads(first) != header | {"sha256": sha256("\n".join(lines))}:
         raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
-    counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
-    sizer = Sizer(
-        task, length, options.sizing, haystack, counted,
-        lambda number: draw(task, length, number, options.seed, options.keys, words()), answer,
-    )  # fmt: skip
-    rows = []
-    for index in range(count):
-        needle, size = sizer.sample(index)
-        prompt, depth = render(task, haystack, size, needle)
-        row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
-        rows.append(row | {"size": size, "tokens": counted(prompt)})
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    header["sha256"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    write_rows(path, [header, *rows])
-    return rows, hashlib.sha256(path.read_bytes()).hexdigest()
+    return [json.loads(line) for line in lines], sha256(text)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def match(output: str, answer: str) -> float:
@@ -415,10 +404,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
     scores = {}
     for group, mine in grouped(rows).items():
-        bins: dict[int, list[dict]] = {}
-        for row in mine:
-            bins.setdefault(min(9, int(row["depth"] // 10)), []).append(row)
-        by_depth = {f"{10 * at}-{10 * at + 10}%": summary(bins[at]) for at in sorted(bins)}
+        tenths = sorted(grouped(mine, lambda row: min(9, int(row["depth"] // 10))).items())
+        by_depth = {f"{10 * at}-{10 * at + 10}%": summary(some) for at, some in tenths}
         scores[group] = {**summary(mine), "by_depth": by_depth}
     return rows, scores
 
@@ -431,7 +418,7 @@ SUITE = Suite(
     options=(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
-        Option("sizing", "how large the haystack is", choices=SIZINGS, default="ruler"),
+        Option("sizing", "how large the haystack is", choices=tuple(SIZINGS), default="ruler"),
         Option("keys", "'odd' takes those that training never saw", choices=KEYS, default="all"),
         SEED,
     ),

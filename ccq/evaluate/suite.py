@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.names import nearest
 
 

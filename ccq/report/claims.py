@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.evaluate.statistics import chance, error_of_mean, holm, student
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper

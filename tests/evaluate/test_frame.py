@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import types
 
 import pytest
 import torch
-from toys import make_model
+from toys import LeakyLM, make_model
 
 import ccq.evaluate as frame
 from ccq import cli
@@ -14,6 +13,7 @@ from ccq.evaluate import EvaluationError, Options, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.results import Responses, model_hash, progress, tokenizer_hash
 from ccq.files import finite
+from ccq.pretrained import most_tokens
 
 LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
 SUITES = {
@@ -397,7 +397,7 @@ def test_json_has_no_nan():
                         "scores": {"g": {"value": None, "interval": None, "n": 1}}}).count("\n") == 2  # fmt: skip
 
 
-def test_learned_positions_are_known_by_their_config():
-    assert frame.position_limit(make_model("gpt2", positions=99).config) == 99
-    assert frame.position_limit(make_model("llama").config) is None
-    assert frame.position_limit(types.SimpleNamespace()) is None
+def test_learned_positions_are_known_by_their_table():
+    assert most_tokens(make_model("gpt2", positions=99)) == 99
+    assert most_tokens(make_model("llama")) is None
+    assert most_tokens(LeakyLM()) is None
