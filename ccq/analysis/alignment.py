@@ -27,8 +27,8 @@ from torch import Tensor
 from ccq import tables as screen
 from ccq.analysis import AnalysisError
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of, progress
-from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
+from ccq.analysis.command import begin, finish, make_parser
+from ccq.analysis.prompts import GROUPS, Prompt, Tokens, each, make_prompts
 from ccq.ops import clean_query
 from ccq.ops.precision import unit
 from ccq.report.collect import Collection, Source
@@ -99,19 +99,18 @@ class Point:
 class Observer:
     """Reduces the keys of each layer as they come."""
 
+    tokens: Tokens  # of the prompt that is run
+
     def __init__(self) -> None:
         self.points: dict[str, Point] = defaultdict(Point)
-        self.tokens: Tokens | None = None
         self.norms: dict[int, tuple[Projection, Tensor]] = {}
 
     def project(self, projection: Projection, k: Tensor) -> None:
-        assert self.tokens is not None
         if projection.layout in ("parts", "heads"):
             self.norms[projection.layer] = projection, k.double().norm(dim=-1).cpu()
         self.points["projection"].add(projection.layer, unit(k.double()), self.tokens)
 
     def read(self, read: Read) -> None:
-        assert self.tokens is not None
         if read.layer in self.norms:
             projection, norms = self.norms[read.layer]
             if not any("norm" in name for name, _ in projection.parent.named_modules()):  # it would hide the lengths
@@ -150,21 +149,19 @@ def unknown_layout(projection: Projection) -> AnalysisError:
     )
 
 
-def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False, tell: Any = None) -> dict:
+def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False) -> dict:
     """Run the prompts, one at a time, and return what the result file holds of them."""
     observer = Observer()
     rows = []
     with watch(model, observer.project, observer.read):
-        for prompt in prompts:
-            observer.tokens = tokens = tokenize(prompt, tokenizer, bos)
+        for prompt, tokens in zip(prompts, each(prompts, tokenizer, bos), strict=True):
+            observer.tokens = tokens
             run(model, tokens.ids)
             for projection, _ in observer.norms.values():
                 if getattr(text_config(model), "model_type", None) not in TRUSTED:
                     raise unknown_layout(projection)
             sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
             rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
-            if tell is not None:
-                tell(len(rows), len(prompts))
     if "projection" not in observer.points:
         raise AnalysisError(f"{type(model).__name__} ran without calling any of its key projections")
     points = {name: observer.points[name] for name in POINTS if name in observer.points}
@@ -260,23 +257,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
-    model, tokenizer = load(arguments)
-    name = arguments.name or name_of(arguments.model)
+    result, model, tokenizer = begin("alignment", arguments)
     if arguments.untrained:
         model = untrained(model)
-    begin = time.perf_counter()
-    result: dict[str, Any] = {"kind": "alignment", **describe(model, name)}
-    if arguments.untrained:
         result["identity"] = asdict(Identity(**result["identity"]).varied("untrained"))
-        name = result["model"]["name"] = arguments.name or f"{name}, untrained"
-    result |= measure(model, tokenizer, prompts, arguments.bos, progress)
-    result["settings"] = {
-        "variants": arguments.variants,
-        "sentences": arguments.sentences,
-        "bos": arguments.bos,
-        "untrained": arguments.untrained,
-    }
-    result["seconds"] = round(time.perf_counter() - begin, 1)
+        result["model"]["name"] = arguments.name or f"{result['model']['name']}, untrained"
+    start = time.perf_counter()
+    result |= measure(model, tokenizer, prompts, arguments.bos)
+    settings = ("variants", "sentences", "bos", "untrained")
+    result["settings"] = {name: getattr(arguments, name) for name in settings}
+    result["seconds"] = round(time.perf_counter() - start, 1)
     finish(result, arguments.out, arguments.figures)
     show(result)
     return 0
