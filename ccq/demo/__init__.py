@@ -15,18 +15,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ccq import tables
+from ccq import shipped, tables
+from ccq.cli import COMMANDS
 from ccq.doctor import best_device, check_device
 from ccq.files import write_json
 from ccq.names import duration
@@ -105,8 +107,6 @@ def label(system: str) -> str:
 
 def plan(settings: Settings) -> list[Step]:
     """The steps in their order. Only models that ship are asked."""
-    from ccq import shipped
-
     made: tuple[str, ...] = ("scores.json", "scores.png", "scores.svg")
     title = "A needle among distractors: one read, constructed"
     steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed, "steps": 2}, made)]
@@ -141,78 +141,66 @@ def three_regimes(settings: Settings, out: Path, device: str) -> None:
     regimes.write(out, settings.seed)
 
 
-def recall_config(settings: Settings, name: str, device: str) -> Any:
-    """The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps,
-    so that recall is learned in half a minute."""
-    from ccq.recipes import recipe
-
-    config = recipe(name)
-    config.model.conv_size, config.model.num_hidden_layers = 4, 1
-    config.steps, config.seed = settings.steps, settings.seed
-    config.optimizer.warmup = min(20, settings.steps)
-    config.runtime.device, config.runtime.tensorboard, config.runtime.log_every = device, False, 25
-    config.runtime.checkpoint_every = config.runtime.validate_every = max(1, settings.steps // 5)
-    return config
-
-
 def recall(settings: Settings, run: Path, device: str) -> None:
-    """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there."""
+    """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there.
+
+    The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps, so
+    that recall is learned in half a minute.
+    """
     import torch
 
-    from ccq.evaluate import Options, evaluate
-    from ccq.train.export import load_weights
-    from ccq.train.loop import train
-
-    threads = torch.get_num_threads()
+    every, threads = max(1, settings.steps // 5), torch.get_num_threads()
+    train = (
+        f"--model.conv-size 4 --model.num-hidden-layers 1 --steps {settings.steps} --seed {settings.seed} "
+        f"--optimizer.warmup {min(20, settings.steps)} --runtime.device {device} --runtime.no-tensorboard "
+        f"--runtime.log-every 25 --runtime.checkpoint-every {every} --runtime.validate-every {every}"
+    )
+    slices = commas("x".join(map(str, part)) for part in settings.recall)
+    test = f"--suite mqar --slices {slices} --seed {settings.seed} --device {device} --dtype float32"
     if device == "cpu":
         torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
     try:
-        if code := train(recall_config(settings, run.name, device), run):
-            raise Stopped(code)
-        model, _ = load_weights(run)
-        options = Options(out=run / "eval", slices=settings.recall, seed=settings.seed)
-        with quietly(settings):
-            evaluate(model.to(device), None, "mqar", options, run.name)
+        command(settings, f"train {run.name} {train}", "--run-dir", run)
+        command(settings, f"eval {test}", run, "--out", run / "eval")
     finally:
         torch.set_num_threads(threads)
 
 
 def try_model(settings: Settings, out: Path, device: str) -> None:
     """The shipped model that the folder is called after, on needles and on the book."""
-    import ccq
-    from ccq import shipped
-    from ccq.evaluate import Options, evaluate
-
-    dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    with quietly(settings):
-        model, tokenizer = ccq.load(str(shipped.root() / out.name), device=device, dtype=dtype)
-        needles = Options(
-            out=out,
-            tasks=("niah_single_1", "niah_book"),
-            sizing="full",  # RULER's steps of 500 words exceed the shortest
-            lengths=settings.needle_lengths,
-            limit=settings.needle_samples,
-            answer_tokens=settings.answer_tokens,
-            keys="odd",
-        )
-        evaluate(model, tokenizer, "niah", needles, out.name)
-        lengths = Options(out=out, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
-        evaluate(model, tokenizer, "length", lengths, out.name)
+    needles = (  # RULER's steps of 500 words exceed the shortest
+        f"niah --tasks niah_single_1,niah_book --keys odd --sizing full --lengths {commas(settings.needle_lengths)} "
+        f"--limit {settings.needle_samples} --answer-tokens {settings.answer_tokens}"
+    )
+    lengths = f"length --tasks book --lengths {commas(settings.lengths)} --tokens {settings.tokens}"
+    for suite in (needles, lengths):
+        command(settings, f"eval --device {device} --suite {suite}", shipped.root() / out.name, "--out", out)
 
 
 def alignment(settings: Settings, out: Path, device: str) -> None:
-    from ccq import shipped
-    from ccq.analysis import alignment as analysis
+    some = "" if settings.sentences is None else f"--sentences {settings.sentences}"
+    words = f"analyze alignment --device {device} --variants {settings.variants} {some}"
+    command(settings, words, shipped.root() / "ccq-gla-pico", "--out", out)
 
-    arguments = [str(shipped.root() / "ccq-gla-pico"), "--device", device, "--variants", str(settings.variants)]
-    if settings.sentences is not None:
-        arguments += ["--sentences", str(settings.sentences)]
-    with quietly(settings):
-        analysis.main([*arguments, "--out", str(out)])
+
+def commas(values: Iterable[object]) -> str:
+    return ",".join(map(str, values))
+
+
+def command(settings: Settings, words: str, *paths: str | Path) -> None:
+    """A command of `ccq` in this process; what it prints goes to the log, but for training. Progress is on stderr."""
+    name, *arguments = [*words.split(), *map(str, paths)]
+    module, _, main = COMMANDS[name][0].partition(":")
+    with contextlib.ExitStack() as quiet:
+        if name != "train":
+            log = quiet.enter_context((settings.out / LOG).open("a", encoding="utf-8"))
+            quiet.enter_context(contextlib.redirect_stdout(log))
+        if code := getattr(importlib.import_module(module), main)(arguments):
+            raise Stopped(code)
 
 
 class Stopped(Exception):
-    """A signal ended the training; its argument is the exit code."""
+    """A signal ended the training, or a command failed and said why; its argument is the exit code."""
 
 
 @contextlib.contextmanager
@@ -232,16 +220,6 @@ def interruptions() -> Iterator[list[int]]:
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def quietly(settings: Settings) -> Iterator[None]:
-    """What a part prints goes to the log; its progress, on stderr, stays."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    with (settings.out / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        yield
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -321,8 +299,6 @@ def write_report(settings: Settings, steps: list[Step]) -> Path:
 
 def notes(settings: Settings, steps: list[Step]) -> list[str]:
     """What to know of the models before their numbers are compared."""
-    from ccq import shipped
-
     ship = [step.folder for step in steps if step.folder in TRIO]
     said = []
     if any(step.folder.endswith("_tiny") for step in steps):
@@ -349,7 +325,6 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
 
 def show(settings: Settings, steps: list[Step], console: Any) -> None:
     """The numbers in short, and what may be concluded from them."""
-    from ccq.shipped import book
 
     def table(title: str, of: dict[str, str], file: str, columns: dict[str, str], digits: int = 1) -> None:
         """Rows are folders and the system in each, columns names of scores and their headings."""
@@ -368,7 +343,7 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         columns = {f"{task}/{n}": f"{what}\n{n:,}" for task, what in tasks.items() for n in settings.needle_lengths}
         title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
         table(title, ship, "niah.json", columns, digits=0)
-        there, told = read(settings.out / next(iter(ship)) / "length.json")["scores"], book()
+        there, told = read(settings.out / next(iter(ship)) / "length.json")["scores"], shipped.book()
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
         title = f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens"
         table(title, ship, "length.json", columns)
