@@ -181,48 +181,37 @@ def untrained(model: Any, seed: int = 0) -> Any:
 
 def summary(point: Point) -> dict:
     """Numbers of one point: by layer, by head, pooled."""
-    found: dict[str, Any] = {"head_sizes": sorted(point.sizes), "layers": sorted(point.spectrum), "top": {}}
+    sizes = sorted(point.sizes)
+    found: dict[str, Any] = {"head_sizes": sizes, "layers": sorted(point.spectrum), "top": {}}
     for top, level in point.level.items():
-        sizes = [tops(size)[top] / size for size in sorted(point.sizes)]
+        directions = [tops(size)[top] for size in sizes]
+        isotropic = [count / size for count, size in zip(directions, sizes, strict=True)]
         part: dict[str, Any] = {
-            "directions": [tops(size)[top] for size in sorted(point.sizes)],
-            "of_isotropic_keys": sizes[0] if len(sizes) == 1 else sizes,
+            "directions": directions,
+            "of_isotropic_keys": isotropic[0] if len(isotropic) == 1 else isotropic,
             "distractor": {"by_layer": [rounded(_mean(heads)) for _, heads in sorted(level["distractor"].items())]},
         }
-        for group in GROUPS:
-            if group != "distractor":
-                part[group] = gaps(level[group], level["distractor"])
+        part |= {group: gaps(level[group], level["distractor"]) for group in GROUPS if group != "distractor"}
         part["novel minus planted"] = gaps(level["novel"], level["planted"])
         part["histogram"] = {group: counts.tolist() for group, counts in point.counts[top].items()}
         found["top"][top] = part
-    found["spectrum"] = {  # shares of the trace, over prompts and heads
-        "by_layer": [
-            rounded(np.concatenate(values).mean(0)[:SPECTRUM]) for _, values in sorted(point.spectrum.items())
-        ],
-    }
+    spectra = [np.concatenate(values).mean(0)[:SPECTRUM] for _, values in sorted(point.spectrum.items())]
+    found["spectrum"] = {"by_layer": rounded(spectra)}  # shares of the trace, over prompts and heads
     return found
 
 
 def gaps(group: dict[int, list[np.ndarray]], other: dict[int, list[np.ndarray]]) -> dict:
     """mean over `group` minus mean over `other`, of each prompt and head, and what becomes of that."""
-    by_prompt, by_head = [], []
-    for layer in sorted(group):
-        gap = np.stack(group[layer]) - np.stack(other[layer])  # [prompts, Hk]
-        by_prompt.append(_mean(gap, 1))
-        by_head.append(_mean(gap, 0))
-    each = np.stack(by_prompt)  # [layers, prompts]
-    layer_means = _mean(each, 1)
-    number = np.isfinite(each).sum(1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        spread = np.array([np.nanstd(row, ddof=1) if n > 1 else np.nan for row, n in zip(each, number, strict=True)])
-        error = spread / np.sqrt(number)
+    by_layer = [np.stack(group[layer]) - np.stack(other[layer]) for layer in sorted(group)]  # [prompts, Hk] each
+    by_head = [_mean(gap, 0) for gap in by_layer]
+    by_prompt = np.stack([_mean(gap, 1) for gap in by_layer])  # [layers, prompts]
+    layer_means = _mean(by_prompt, 1)
+    spread, error = np.array([deviation(row) for row in by_prompt]).T
     cells = np.concatenate(by_head)
     cells = cells[np.isfinite(cells)]
-    depth = _mean(each, 0)  # of each prompt, over layers
-    known = depth[np.isfinite(depth)]
     return {
         "mean": rounded(_mean(layer_means)),
-        "error_of_mean": rounded(known.std(ddof=1) / len(known) ** 0.5 if len(known) > 1 else np.nan),
+        "error_of_mean": rounded(deviation(_mean(by_prompt, 0))[1]),  # of each prompt, over layers
         "negative_layers": int((layer_means < 0).sum()),
         "clearly_negative_layers": int((layer_means < -2 * error).sum()),
         "clearly_positive_layers": int((layer_means > 2 * error).sum()),
@@ -233,6 +222,13 @@ def gaps(group: dict[int, list[np.ndarray]], other: dict[int, list[np.ndarray]])
         "deviation_by_layer": rounded(spread),  # between prompts
         "by_head": [rounded(heads) for heads in by_head],
     }
+
+
+def deviation(x: np.ndarray) -> tuple[float, float]:
+    """Of the known values their deviation and the error of their mean; NaN below two."""
+    known = x[np.isfinite(x)]
+    spread = float(known.std(ddof=1)) if len(known) > 1 else np.nan
+    return spread, spread / max(len(known), 1) ** 0.5
 
 
 def _mean(x: Any, axis: int | None = None) -> Any:
@@ -292,12 +288,6 @@ def shown(value: float | None) -> str:
     return "–" if value is None else signed(value, 3)
 
 
-def isotropic(part: dict) -> str:
-    """The share of keys without structure; several where heads differ in size."""
-    shares = part["of_isotropic_keys"]
-    return ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
-
-
 def tables(found: Collection) -> list[Table]:
     """The gap in the top 16 directions, the paper's models and every model measured here; and beside its controls."""
     sources = found.of("analysis", "alignment")
@@ -311,15 +301,11 @@ def tables(found: Collection) -> list[Table]:
     for source in sources:
         for point, content in source.content["points"].items():
             part = content["top"]["16"]
-            row = part["unique"]
-            values = (
-                point,
-                isotropic(part),
-                shown(row["mean"]),
-                f"{row['negative_layers']} of {len(row['by_layer'])}",
-                ", ".join(shown(x) for x in row["thirds"]),
-                shown(part["needle"]["mean"]),
-            )
+            row, shares = part["unique"], part["of_isotropic_keys"]  # several where heads differ in size
+            isotropic = ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
+            negative = f"{row['negative_layers']} of {len(row['by_layer'])}"
+            values = (point, isotropic, shown(row["mean"]), negative, ", ".join(map(shown, row["thirds"])),
+                      shown(part["needle"]["mean"]))  # fmt: skip
             ours.append(analysis_row(source.title, [source], values))
     head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
     caption = "Gap of alignment: needle tokens that are unique, less the filler"
@@ -339,16 +325,11 @@ def control_table(sources: Sequence[Source]) -> list[Table]:
                     continue
                 error = "" if beyond["error_of_mean"] is None else f" ± {beyond['error_of_mean']:.3f}"
                 clear = f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']}"
-                values = (
-                    point,
-                    str(part["directions"][0]),
-                    shown(part["novel"]["mean"]),
-                    shown(part["planted"]["mean"]),
-                    f"{shown(beyond['mean'])}{error}",
-                    f"{clear} of {len(beyond['by_layer'])}",
-                    shown(part["near"]["mean"]),
-                    shown(part["rare"]["mean"]),
+                novel, planted, near, rare = (
+                    shown(part[name]["mean"]) for name in ("novel", "planted", "near", "rare")
                 )
+                difference, layers = shown(beyond["mean"]) + error, f"{clear} of {len(beyond['by_layer'])}"
+                values = (point, str(part["directions"][0]), novel, planted, difference, layers, near, rare)
                 rows.append(analysis_row(source.title, [source], values))
     if not rows:
         return []

@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,22 +64,15 @@ KEYS = ("all", "odd")
 GENERATOR = 1  # raise it with any change to what is drawn
 
 
-class Draws:
-    """Draws that are a function of a key alone, each from 64 bits of `ccq.data.counter`."""
+def draws(*key: object) -> Iterator[int]:
+    """Draws of 64 bits that are a function of a key alone."""
+    number = key_of("niah", GENERATOR, *key)
+    return (int(bits(number, np.array([count]), 1)[0, 0]) for count in itertools.count(1))
 
-    def __init__(self, *key: object) -> None:
-        self.key, self.count = key_of("niah", GENERATOR, *key), 0
 
-    def bits(self) -> int:
-        self.count += 1
-        return int(bits(self.key, np.array([self.count]), 1)[0, 0])
-
-    def below(self, n: int) -> int:
-        """Uniform over range(n): what lies past the last multiple of n is drawn again."""
-        while True:
-            x = self.bits()
-            if x < 2**64 - 2**64 % n:
-                return x % n
+def below(n: int, drawn: Iterator[int]) -> int:
+    """Uniform over range(n): what lies past the last multiple of n is drawn again."""
+    return next(x % n for x in drawn if x < 2**64 - 2**64 % n)
 
 
 @dataclass(frozen=True)
@@ -96,21 +89,16 @@ def draw(
 ) -> Needle:
     """RULER's draw: an adjective-noun pair, a number of 7 digits or a random UUID, one of 40 depths."""
     haystack, values = KNOWN[task]
-    draws = Draws(seed, task, length, index)
-    adjectives, nouns = word_lists
-    while True:
-        key = f"{adjectives[draws.below(len(adjectives))]}-{nouns[draws.below(len(nouns))]}"
-        if keys == "all" or not is_training_key(key):
-            break
-    while True:
+    drawn = draws(seed, task, length, index)
+    key = value = ""
+    while not key or (keys == "odd" and is_training_key(key)):
+        key = "-".join(part[below(len(part), drawn)] for part in word_lists)
+    while not value or (keys == "odd" and is_training_value(value)):
         if values == "numbers":
-            value = str(10**6 + draws.below(9 * 10**6))
+            value = str(10**6 + below(9 * 10**6, drawn))
         else:
-            value = str(uuid.UUID(int=draws.bits() << 64 | draws.bits(), version=4))
-        if keys == "all" or not is_training_value(value):
-            break
-    place = draws.bits() if haystack == "noise" else DEPTHS[draws.below(len(DEPTHS))]
-    return Needle(key, value, place)
+            value = str(uuid.UUID(int=next(drawn) << 64 | next(drawn), version=4))
+    return Needle(key, value, next(drawn) if haystack == "noise" else DEPTHS[below(len(DEPTHS), drawn)])
 
 
 class Haystack:
@@ -229,49 +217,43 @@ class Sizer:
 
     def __post_init__(self) -> None:
         model = Needle("model-needle", "0" * 7 if KNOWN[self.task][1] == "numbers" else "0" * 36, 0)
-        empty = self.count(render(self.task, self.haystack, 0, model)[0])
-        self.room = self.length - self.answer
+        empty, self.room = self.tokens(model, 0), self.length - self.answer
+        noise = 25 if self.length >= 4096 else 5
+        self.step = noise if self.haystack.kind == "noise" else 500
         if empty > self.room:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task}: its prompt without a haystack has {empty} "
                 f"tokens and the answer {self.answer}, {empty + self.answer} in all"
             )
         if self.sizing == "full":
-            self.start = max(1, largest(self._counts(model), self.room, 1))
+            self.start = max(1, largest(functools.partial(self.tokens, model), self.room, 1))
         else:
             self.start = self._start_of_ruler() if self.sizing == "ruler" else self._start_of_lm_eval(model)
 
-    def _counts(self, needle: Needle) -> Callable[[int], int]:
-        return functools.cache(lambda size: self.count(render(self.task, self.haystack, size, needle)[0]))
+    def tokens(self, needle: Needle, size: int) -> int:
+        return self.count(render(self.task, self.haystack, size, needle)[0])
 
     def sample(self, index: int) -> tuple[Needle, int]:
         """The needle of a sample, and the size of its haystack."""
         needle = self.drawn(index)
         if self.sizing == "full":
-            size = largest(self._counts(needle), self.room, self.start)
+            size = largest(functools.partial(self.tokens, needle), self.room, self.start)
         elif self.sizing == "ruler":
             size, again, least = self.start, 0, 0
-            while self._counts(needle)(size) > self.room and least < TRIES:  # RULER draws the whole sample again
+            while self.tokens(needle, size) > self.room and least < TRIES:  # RULER draws the whole sample again
                 size, least = (size - self.step, 0) if size > self.step else (size, least + 1)
                 again += 1
                 needle = self.drawn(f"{index}, again {again}")
             size = -1 if least == TRIES else size
         else:
-            size = next(
-                (size for size in range(self.start, 0, -self.step) if self._question(size, needle) <= self.room), -1
-            )
+            sizes = range(self.start, 0, -self.step)
+            size = next((size for size in sizes if self._question(size, needle) <= self.room), -1)
         if size < 0:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task} with --sizing {self.sizing}: no sample fits "
                 f"(--sizing full goes down to the shortest)"
             )
         return needle, size
-
-    @property
-    def step(self) -> int:
-        if self.haystack.kind != "noise":
-            return 500
-        return 25 if self.length >= 4096 else 5
 
     def _question(self, size: int, needle: Needle, more: str = "") -> int:
         """lm-evaluation-harness counts without the answer prefix."""
@@ -280,16 +262,12 @@ class Sizer:
 
     def _start_of_ruler(self) -> int:
         """Bisection between one step and three times what one step's tokens suggest, each size with another needle."""
-        numbers = itertools.count()
-
-        def tokens(size: int) -> int:
-            return self._counts(self.drawn(f"size {next(numbers)}"))(size)
-
+        needles = (self.drawn(f"size {number}") for number in itertools.count())
         low = start = self.step
-        high = max(int(self.length / (tokens(low) / low) * 3), 2 * low)
+        high = max(int(self.length / (self.tokens(next(needles), low) / low) * 3), 2 * low)
         while low <= high:
             middle = (low + high) // 2
-            if tokens(middle) <= self.room:
+            if self.tokens(next(needles), middle) <= self.room:
                 low, start = middle + 1, middle
             else:
                 high = middle - 1

@@ -134,9 +134,9 @@ def redrawn(gained: int, lost: int, n: int, seed: int = 0, resamples: int = RESA
 
 def values(sums: np.ndarray, aggregate: str) -> np.ndarray:
     """What sums of score and weight [n, 2] say: 100 * mean, or exp(negative log-likelihood / weight)."""
+    score, weight = sums.T
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean = sums[:, 0] / sums[:, 1]
-        return 100 * mean if aggregate == "mean" else np.exp(mean)
+        return 100 * score / weight if aggregate == "mean" else np.exp(score / weight)
 
 
 def value(units: Sequence[tuple[float, float]], aggregate: str) -> float:
