@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +95,7 @@ def intervene(
 
 def main(argv: Sequence[str]) -> int:
     from ccq.analysis.command import describe, write
-    from ccq.evaluate import evaluate
-    from ccq.evaluate.command import load, make_parser, parse
-    from ccq.evaluate.requests import EvaluationError
+    from ccq.evaluate.command import load, make_parser, parse, run
 
     parser = make_parser()
     parser.prog = "ccq analyze intervene"
@@ -127,18 +124,13 @@ def main(argv: Sequence[str]) -> int:
         drawn = arguments.out / Intervention().name / "samples"
         if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
             shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
-        row: dict[str, Any] = {"intervention": change.name, "suites": {}}
-        for suite in suites:
-            try:
-                with intervene(model, change):
-                    found = evaluate(model, tokenizer, suite.name, options, f"{name}, lam {change.name}")
-            except (EvaluationError, OSError) as error:
-                print(f"{change.name}: {suite.name}: {error}")
-                failed = True
-                continue
-            assert found is not None, "there is a result where no stage was asked for"
-            row["suites"][suite.name] = {key: score["value"] for key, score in found["scores"].items()}
-        rows.append(row)
+        with intervene(model, change):
+            found = run(suites, model, tokenizer, options, f"{name}, lam {change.name}")
+        failed = failed or len(found) < len(suites)
+        values = {
+            suite: {x: score["value"] for x, score in result["scores"].items()} for suite, result in found.items()
+        }
+        rows.append({"intervention": change.name, "suites": values})
     result = {"kind": "intervene", **describe(model, name), "cleaning_layers": count, "rows": rows}
     write(arguments.out / "intervene.json", result)
     show(rows)

@@ -12,7 +12,7 @@ from typing import Any
 from ccq.doctor import best_device
 from ccq.evaluate import evaluate
 from ccq.evaluate.requests import EvaluationError
-from ccq.evaluate.suite import COMMON, Option, Options, Suite, named, positive, readers, suites
+from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers, suites
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer
 
 STAGES = ("requests", "score", "metrics")
@@ -47,12 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def described(suite: Suite) -> str:
     """What `--help` says of a suite."""
-
-    def usage(option: Option) -> str:
-        return f"{option.flag} {'{' + ','.join(option.choices) + '}' if option.choices else 'N'}"
-
     lines = [f"  {suite.name:<10} {suite.help}"]
-    lines += [f"    {usage(option):<30} {option.help}" for option in suite.options]
+    for option in suite.options:
+        usage = f"{option.flag} {'{' + ','.join(option.choices) + '}' if option.choices else 'N'}"
+        lines.append(f"    {usage:<30} {option.help}")
     for what, which in (("tasks", suite.tasks), ("files of --data", suite.data)):
         text = f"{what}: {', '.join(which) or 'none'}"
         lines.append(textwrap.fill(text, 110, initial_indent=" " * 4, subsequent_indent=" " * 6))
@@ -62,7 +60,7 @@ def described(suite: Suite) -> str:
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[Suite], Options]:
     """What was given, checked as far as it can be without the model: arguments, suites, and options of the suites."""
     arguments = parser.parse_args(argv)
-    asked = arguments.suite.split(",")
+    asked = list(dict.fromkeys(arguments.suite.split(",")))
     try:
         found = [named(name) for name in asked]
     except EvaluationError as error:
@@ -93,19 +91,21 @@ def load(arguments: argparse.Namespace, asked: Sequence[Suite]) -> tuple[Any, An
     return model, tokenizer
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the suites that `argv` names; what fails is said, and the others still run."""
-    arguments, asked, options = parse(make_parser(), argv)
-    model, tokenizer = load(arguments, asked)
-    config = None
-    if model is None and any(suite.as_trained for suite in asked):
-        config = load_config(arguments.model)
-    failed = False
-    name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
+def run(asked: Sequence[Suite], model: Any, tokenizer: Any, options: Options, name: str, config: Any = None) -> dict:
+    """{suite: its result, or None after a stage without}; one that fails says why, and the others still run."""
+    results = {}
     for suite in asked:
         try:
-            evaluate(model, tokenizer, suite.name, options, name, config)
+            results[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
         except (EvaluationError, OSError) as error:
             print(f"ccq eval: {suite.name}: {error}", file=sys.stderr)
-            failed = True
-    return int(failed)
+    return results
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the suites that `argv` names."""
+    arguments, asked, options = parse(make_parser(), argv)
+    model, tokenizer = load(arguments, asked)
+    config = load_config(arguments.model) if model is None and any(suite.as_trained for suite in asked) else None
+    name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
+    return int(len(run(asked, model, tokenizer, options, name, config)) < len(asked))

@@ -11,8 +11,9 @@ treatment of padding is trusted before it is measured.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ccq.evaluate.requests import Request, RequestSet
 from ccq.evaluate.statistics import grouped
@@ -96,17 +99,20 @@ class Engine:
                 yield from self._timed(self._generate, asked, batch)
 
     def batches(
-        self, requests: Sequence[Request], extra: int = 0, times: int = 1, chunk: int | None = None
+        self, requests: Sequence[Request], extra: int = 0, times: int = 1, chunk: int = sys.maxsize
     ) -> Iterator[list[Request]]:
         """Longest first, so many as `batch_size` or so many times `batch_tokens` allows; `chunk` where requests are run
         in pieces of so many tokens: of a long one no more than a piece counts."""
         ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
-        while ordered:
-            longest = min(ordered[0].length + extra, chunk or 2**62)
-            size = self.batch_size or max(1, times * self.batch_tokens // max(1, longest))
-            size = self.even(min(size, len(ordered)))
-            yield ordered[:size]
-            ordered = ordered[size:]
+        fits = lambda longest: times * self.batch_tokens // max(1, min(longest.length + extra, chunk))  # noqa: E731
+        return self._cut(ordered, lambda longest: self.batch_size or fits(longest))
+
+    def _cut(self, waiting: list, fit: Callable[[Any], int]) -> Iterator[list]:
+        """Batches of as many as `fit` says of the first of each."""
+        while waiting:
+            size = self.even(min(max(1, fit(waiting[0])), len(waiting)))
+            yield waiting[:size]
+            waiting = waiting[size:]
 
     def even(self, size: int) -> int:
         """The largest power of two up to `size`, where sizes should be few."""
@@ -144,7 +150,7 @@ class Engine:
                 yield from self._timed(self._score_shared, asked, contexts)
             else:
                 plain += [request for group in contexts for request in group]
-        for batch in self.batches(plain, chunk=self.chunk if self.recurrent else None):
+        for batch in self.batches(plain, chunk=self.chunk if self.recurrent else sys.maxsize):
             yield from self._timed(self._score, asked, batch)
 
     def _split(self, asked: RequestSet, requests: Sequence[Request]) -> tuple[list[Request], list[list[Request]]]:
@@ -161,13 +167,13 @@ class Engine:
 
     def _context_batches(self, groups: list[list[Request]]) -> Iterator[list[list[Request]]]:
         """Groups whose contexts are equally long, so that the prefill needs no padding."""
-        for _, waiting in sorted(grouped(groups, lambda group: group[0].context).items(), reverse=True):
-            while waiting:
-                tokens, rows = sum(request.length for request in waiting[0]), len(waiting[0])
-                size = self.batch_size // rows if self.batch_size else self.batch_tokens // tokens
-                size = self.even(min(max(1, size), len(waiting)))
-                yield waiting[:size]
-                waiting = waiting[size:]
+
+        def fit(group: list[Request]) -> int:
+            tokens = sum(request.length for request in group)
+            return self.batch_size // len(group) if self.batch_size else self.batch_tokens // tokens
+
+        for _, same in sorted(grouped(groups, lambda group: group[0].context).items(), reverse=True):
+            yield from self._cut(same, fit)
 
     def _measure(self, asked: RequestSet, contexts: list[list[Request]]) -> None:
         """Run both ways on this batch; decide after MEASURED batches.
@@ -195,22 +201,17 @@ class Engine:
     def _score(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         """Whole sequences, right-padded; in pieces of `chunk` tokens with a recurrent cache, so memory is flat in T."""
         tokens = [ids_of(asked, request) for request in batch]
-        inputs = self.padded([x[:-1] for x in tokens])  # [B, T]
+        inputs, targets = self.padded([x[:-1] for x in tokens]), self.padded([x[1:] for x in tokens])  # [B, T]
         length = inputs.shape[1]
-        pieces = range(0, length, self.chunk) if self.recurrent and length > self.chunk else [0]
-        step = self.chunk if len(pieces) > 1 else length
+        first, last = torch.tensor([(r.context - 1, r.length - 1) for r in batch]).T[..., None]
+        wanted = (first <= torch.arange(length)) & (torch.arange(length) < last)
+        step = self.chunk if self.recurrent else length
         found, cache = [], None
-        for begin in pieces:
-            states, cache = self.states(inputs[:, begin : begin + step], cache, keep=len(pieces) > 1)
-            rows, columns, targets = [], [], []
-            for row, (request, x) in enumerate(zip(batch, tokens, strict=True)):
-                first = max(begin, request.context - 1)
-                last = min(begin + step, len(x) - 1)
-                where = torch.arange(first, max(first, last))  # inputs at `where` predict the token after them
-                rows.append(torch.full_like(where, row))
-                columns.append(where - begin)
-                targets.append(x[where + 1])
-            found.append(self.losses(states, torch.cat(rows), torch.cat(columns), torch.cat(targets)))
+        for begin in range(0, length, step):
+            piece = slice(begin, begin + step)
+            states, cache = self.states(inputs[:, piece], cache, keep=length > step)
+            rows, columns = wanted[:, piece].nonzero(as_tuple=True)
+            found.append(self.losses(states, rows, columns, targets[:, piece][rows, columns]))
         return scored(batch, found)
 
     def _score_shared(self, asked: RequestSet, groups: list[list[Request]]) -> list[tuple[Request, dict]]:
@@ -220,18 +221,16 @@ class Engine:
         batch = [request for group in groups for request in group]
         owner = torch.tensor([row for row, group in enumerate(groups) for _ in group])
         continuations = [ids_of(asked, request)[request.context :] for request in batch]
-        first, everyone = torch.stack([x[0] for x in continuations]), torch.arange(len(batch))
+        tokens = pad_sequence(continuations, batch_first=True)  # [B, T]
         last = torch.full_like(owner, states.shape[1] - 1)
-        found = [(everyone, *self.losses(states, owner, last, first)[1:])]
-        inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in continuations], batch_first=True)  # [B, T]
-        if inputs.shape[1] > 0:
+        found = [(torch.arange(len(batch)), *self.losses(states, owner, last, tokens[:, 0])[1:])]
+        if tokens.shape[1] > 1:
             more = self.even(2 * len(batch) - 1) - len(batch) if self.few_sizes else 0  # rows that nobody asked for
-            cache.reorder_cache(torch.nn.functional.pad(owner, (0, more)).to(self.device))
-            states, _ = self.states(torch.nn.functional.pad(inputs, (0, 0, 0, more)), cache)
-            counts = [len(x) - 1 for x in continuations]
-            rows = torch.repeat_interleave(everyone, torch.tensor(counts))
-            columns = torch.cat([torch.arange(n) for n in counts])
-            found.append(self.losses(states, rows, columns, torch.cat([x[1:] for x in continuations])))
+            cache.reorder_cache(pad(owner, (0, more)).to(self.device))
+            states, _ = self.states(pad(tokens[:, :-1], (0, 0, 0, more)), cache)
+            counts = torch.tensor([[len(x) - 1] for x in continuations])
+            rows, columns = (torch.arange(tokens.shape[1] - 1) < counts).nonzero(as_tuple=True)
+            found.append(self.losses(states, rows, columns, tokens[rows, columns + 1]))
         return scored(batch, found)
 
     def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
@@ -243,11 +242,11 @@ class Engine:
 
     def padded(self, sequences: list[Tensor]) -> Tensor:
         """[B, T], padded on the right; on a GPU to a multiple of 64, since kernels tune and compile for lengths."""
-        inputs = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        inputs = pad_sequence(sequences, batch_first=True)
         length = inputs.shape[1]
         limit = getattr(self.model.config, "max_position_embeddings", None) or length
         more = -length % 64 if self.device.type == "cuda" and length + 64 <= limit else 0
-        return torch.nn.functional.pad(inputs, (0, more))
+        return pad(inputs, (0, more))
 
     def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`rows`, -log p(target) in fp32, and whether the target is the likeliest, of states[rows, columns]; on the
@@ -255,7 +254,7 @@ class Engine:
         nll, right = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
         for logits, at in self.logits(states, rows, columns):
             target = targets[at].to(self.device)
-            nll.append(torch.nn.functional.cross_entropy(logits, target, reduction="none").cpu())
+            nll.append(cross_entropy(logits, target, reduction="none").cpu())
             right.append((logits.argmax(-1) == target).cpu())
         return rows, torch.cat(nll), torch.cat(right)
 
@@ -283,13 +282,11 @@ class Engine:
         of the batch are padded on the left; there are such only where `pads` holds."""
         from transformers import GenerationConfig
 
-        one = batch[0]
-        prompts = torch.zeros(len(batch), max(request.length for request in batch), dtype=torch.int64)
-        mask = torch.zeros_like(prompts)
-        for row, request in enumerate(batch):
-            prompts[row, -request.length :] = ids_of(asked, request)
-            mask[row, -request.length :] = 1
-        prompts, mask = prompts.to(self.device), mask.to(self.device)
+        one, ids = batch[0], [ids_of(asked, request) for request in batch]
+        prompts, mask = (
+            pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
+            for rows in (ids, [torch.ones_like(x) for x in ids])
+        )
         how = GenerationConfig(
             do_sample=False,
             max_new_tokens=one.max_new,
@@ -383,7 +380,7 @@ def padding_is_nothing(body: torch.nn.Module, device: torch.device) -> bool:
     nearer to those of the shorter one alone than they come out if the padding counts.
     """
     ids = torch.arange(32, device=device)[None] % 97
-    short = torch.nn.functional.pad(ids[:, 12:], (12, 0))
+    short = pad(ids[:, 12:], (12, 0))
     both = torch.cat([ids, short])
     mask = torch.ones_like(both)
     mask[1, :12] = 0

@@ -62,21 +62,15 @@ def adapter(tokenizer, max_lengths: Sequence[int], answer: Callable[[list[Tokens
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import has_bos_prefix
 
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    prefix = tokenizer.decode(first)
+
     class Adapter(TemplateLM):
-        @property
-        def eot_token_id(self) -> int:
-            return tokenizer.eos_token_id
-
-        @property
-        def prefix_token_id(self) -> int:
-            return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-
-        @functools.cached_property
-        def prefix(self) -> str:
-            return tokenizer.decode(self.prefix_token_id)
+        eot_token_id = tokenizer.eos_token_id
+        prefix_token_id = first
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            if add_special_tokens is None and has_bos_prefix(string, self.prefix):
+            if add_special_tokens is None and has_bos_prefix(string, prefix):
                 add_special_tokens = False
             how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
             return tokenizer.encode(string, verbose=False, **how)
@@ -92,13 +86,8 @@ def adapter(tokenizer, max_lengths: Sequence[int], answer: Callable[[list[Tokens
             counts: list[int] = []
             windows: list[Tokens] = []
             for request in requests:
-                length = int(request.task_name.rpartition("_")[2])
-                pairs = utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=length,
-                    context_len=1,
-                )
+                length, tokens = int(request.task_name.rpartition("_")[2]), self.tok_encode(request.args[0])
+                pairs = utils.get_rolling_token_windows(tokens, first, max_seq_len=length, context_len=1)
                 mine = [cut(context, rest, length) for context, rest in map(utils.make_disjoint_window, pairs)]
                 counts.append(len(mine))
                 windows += mine
