@@ -164,8 +164,7 @@ def watch(
             for name, cleaner in cleaners:  # those of `ccq.attach` too, whatever the layer calls its projections
                 seen = functools.partial(_cleaned, layer_of(name), read)
                 stack.callback(cleaner.register_forward_hook(seen, with_kwargs=True).remove)
-            parents = {id(projection.parent): projection for projection in projections}
-            stack.enter_context(_attention_functions(parents, read))
+            stack.callback(_watch_attention({id(projection.parent): projection for projection in projections}, read))
         yield projections
 
 
@@ -186,15 +185,12 @@ def _turned(projection: Projection, read: Callable, mixer: Any, args: tuple, out
     read(Read(projection.layer, _one(q), _one(k)))
 
 
-@contextlib.contextmanager
-def _attention_functions(parents: dict[int, Projection], read: Callable) -> Iterator[None]:
-    """Watch the function that transformers' attention layers give q and k [1, H, T, K] to."""
+def _watch_attention(parents: dict[int, Projection], read: Callable) -> Callable[[], None]:
+    """Watch the function that transformers' attention layers give q and k [1, H, T, K] to; what ends that."""
     try:
-        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        interface: Any = importlib.import_module("transformers.modeling_utils").AttentionInterface
     except ModuleNotFoundError:  # then nothing here is made of its layers
-        yield
-        return
-    interface = modeling.AttentionInterface
+        return lambda: None
     look_up = interface.get_interface
 
     def watched_look_up(self, *args, **kwargs):
@@ -209,10 +205,7 @@ def _attention_functions(parents: dict[int, Projection], read: Callable) -> Iter
         return watched
 
     interface.get_interface = watched_look_up
-    try:
-        yield
-    finally:
-        interface.get_interface = look_up
+    return functools.partial(setattr, interface, "get_interface", look_up)
 
 
 def _one(x: Tensor) -> Tensor:

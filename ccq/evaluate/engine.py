@@ -50,22 +50,14 @@ class SharedPrefill:
 
 @dataclass
 class Engine:
-    """Answers requests.
+    """Answers requests. `prefill` is for those with one context and several continuations: "shared" runs the context
+    once, "plain" each request whole, "auto" times both on the first batches and takes the faster."""
 
-    Args:
-        model: a causal LM in eval mode, on its device.
-        batch_size: sequences a batch; None takes as many as fit `batch_tokens`.
-        batch_tokens: padded tokens that are run at once; 0 is 32,768 on a GPU and 4,096 elsewhere.
-        prefill: for requests with one context and several continuations: "shared" runs the context once, "plain" each
-            request whole, "auto" times both on the first batches and takes the faster.
-        chunk: tokens a piece in which a window is run where the model's cache does not grow with its length.
-    """
-
-    model: Any
-    batch_size: int | None = None
-    batch_tokens: int = 0
+    model: Any  # a causal LM on its device
+    batch_size: int | None = None  # sequences a batch; None takes as many as fit `batch_tokens`
+    batch_tokens: int = 0  # padded tokens that are run at once; 0 is 32,768 on a GPU and 4,096 elsewhere
     prefill: str = "auto"
-    chunk: int = 2048
+    chunk: int = 2048  # tokens a piece in which a window is run where the model's cache does not grow with its length
     shared: SharedPrefill = field(default_factory=SharedPrefill)
 
     def __post_init__(self) -> None:

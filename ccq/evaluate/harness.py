@@ -262,7 +262,7 @@ SUITE = Suite(
     build=build,
     metrics=metrics,
     options=(
-        max_lengths_option(MAX_LENGTHS),
+        max_lengths_option(",".join(map(str, MAX_LENGTHS))),
         Option("prefill", "contexts with several continuations", choices=PREFILLS, default="auto"),
     ),
     tasks=tuple(TASKS),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,16 +12,6 @@ from ccq import demo, shipped
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = tuple(demo.TRIO)
-
-
-@pytest.fixture(scope="module")
-def ship() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ship_pico", ROOT / "runs" / "ship_pico.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
