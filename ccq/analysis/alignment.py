@@ -113,22 +113,19 @@ class Observer:
     def read(self, read: Read) -> None:
         if read.layer in self.norms:
             projection, norms = self.norms[read.layer]
-            if not any("norm" in name for name, _ in projection.parent.named_modules()):  # it would hide the lengths
-                if not has_layout(norms, read.k):
-                    raise unknown_layout(projection)
+            hidden = any("norm" in name for name, _ in projection.parent.named_modules())  # the lengths, by a norm
+            if not hidden and has_layout(norms, read.k):
                 del self.norms[read.layer]
         self.points["read"].add(read.layer, unit(read.k.double()), self.tokens)
         if read.lam is not None and read.cleaner is not None:
-            cleaner = read.cleaner
+            own, (q, k, lam) = read.cleaner, (x[None] for x in (read.q, read.k, read.lam))
             _, k_bar, state = clean_query(
-                read.q[None], read.k[None], read.lam[None], cleaner.centred, cleaner.normalize,
-                output_final_state=True, backend=cleaner.backend,
-            )  # fmt: skip
+                q, k, lam, own.centred, own.normalize, output_final_state=True, backend=own.backend
+            )
             assert state is not None
-            mean = state.key_sum[0] / state.count
-            k = k_bar[0] if cleaner.normalize == "unit" else unit(k_bar[0])
-            centre = mean if cleaner.centred else torch.zeros_like(mean)
-            self.points["operator"].add(read.layer, k, self.tokens, state.covariance(cleaner.centred)[0], centre)
+            centre = state.key_sum[0] / state.count * own.centred
+            keys = k_bar[0] if own.normalize == "unit" else unit(k_bar[0])
+            self.points["operator"].add(read.layer, keys, self.tokens, state.covariance(own.centred)[0], centre)
 
 
 def has_layout(norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> bool:
@@ -142,13 +139,6 @@ def has_layout(norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> bool
     return float(ratio.std() / ratio.mean()) < 0.05
 
 
-def unknown_layout(projection: Projection) -> AnalysisError:
-    return AnalysisError(
-        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and where its keys lie "
-        "in that is not known here"
-    )
-
-
 def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False) -> dict:
     """Run the prompts, one at a time, and return what the result file holds of them."""
     observer = Observer()
@@ -159,7 +149,10 @@ def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = F
             run(model, tokens.ids)
             for projection, _ in observer.norms.values():
                 if getattr(text_config(model), "model_type", None) not in TRUSTED:
-                    raise unknown_layout(projection)
+                    raise AnalysisError(
+                        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and "
+                        "where its keys lie in that is not known here"
+                    )
             sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
             rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
     if "projection" not in observer.points:
@@ -189,7 +182,7 @@ def summary(point: Point) -> dict:
         part: dict[str, Any] = {
             "directions": directions,
             "of_isotropic_keys": isotropic[0] if len(isotropic) == 1 else isotropic,
-            "distractor": {"by_layer": [rounded(_mean(heads)) for _, heads in sorted(level["distractor"].items())]},
+            "distractor": {"by_layer": rounded([_mean(heads) for _, heads in sorted(level["distractor"].items())])},
         }
         part |= {group: gaps(level[group], level["distractor"]) for group in GROUPS if group != "distractor"}
         part["novel minus planted"] = gaps(level["novel"], level["planted"])
@@ -220,7 +213,7 @@ def gaps(group: dict[int, list[np.ndarray]], other: dict[int, list[np.ndarray]])
         "thirds": rounded([_mean(part) for part in np.array_split(layer_means, 3)]),
         "by_layer": rounded(layer_means),
         "deviation_by_layer": rounded(spread),  # between prompts
-        "by_head": [rounded(heads) for heads in by_head],
+        "by_head": rounded(by_head),
     }
 
 
@@ -241,10 +234,9 @@ def _mean(x: Any, axis: int | None = None) -> Any:
 
 def rounded(x: Any) -> Any:
     """Six digits are more than a prompt's noise; what is not known is null."""
-    if isinstance(x, list | np.ndarray) and np.ndim(x):
+    if isinstance(x, list) or np.ndim(x):
         return [rounded(part) for part in x]
-    number = float(x)
-    return round(number, 6) if np.isfinite(number) else None
+    return round(float(x), 6) if np.isfinite(x) else None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,9 +1,12 @@
-"""Multi-query associative recall, zoology's test slices or others: the share of keys whose value the model gives."""
+"""Recall, the share of answers that the model gives: multi-query associative recall (zoology's test slices or others),
+and MAD's in-context recall, noisy, plain or fuzzy, of keys that were there before."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +53,14 @@ def build(options: Any, tokenizer: Any) -> RequestSet:
     return asked_of(options, MQAR, usual, VOCABULARY, {"updates": updates} if updates else {})
 
 
+def build_mad(options: Any, tokenizer: Any) -> RequestSet:
+    from ccq.data.mad import MAD, TEST_SAMPLES
+    from ccq.data.recall import Slice
+
+    noise = 0.2 if options.noise is None else options.noise
+    return asked_of(options, MAD, [Slice(128, 1, TEST_SAMPLES)], 32, {"noise": noise})
+
+
 def asked_of(options: Any, kind: Any, usual: Sequence, vocabulary: int, more: dict[str, Any]) -> RequestSet:
     """The test samples of a recall task, the slices `usual` unless others are named; `more` are its own settings."""
     from ccq.data.recall import Slice
@@ -91,6 +102,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     return rows, scores
 
 
+UPDATES = Option("updates", "keys that get another value (default: the model's own, else 0)", int)
+NOISE = Option("noise", "the share of pairs that are noise (default: the model's own, else 0.2)", float)
 SLICES = Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
 SIZE = Option("recall_vocab_size", "of the samples (default: the model's own, else as published)", positive)
 
@@ -99,13 +112,15 @@ SUITE = Suite(
     help="multi-query associative recall, zoology's test slices",
     build=build,
     metrics=metrics,
-    options=(
-        lengths_option("all"),
-        SLICES,
-        SIZE,
-        Option("updates", "keys that get another value (default: the model's own, else 0)", int),
-        SEED,
-    ),
+    options=(lengths_option("all"), SLICES, SIZE, UPDATES, SEED),
     text=False,
     as_trained=as_trained,
+)
+MAD = replace(
+    SUITE,
+    name="mad",
+    help="MAD's in-context recall: noisy (--slices 128x1x1280), or fuzzy (--slices 128x3x1280 --noise 0)",
+    build=build_mad,
+    options=(lengths_option("all"), SLICES, SIZE, NOISE, SEED),
+    as_trained=functools.partial(as_trained, source="mad"),
 )

@@ -1,4 +1,4 @@
-"""What a suite of `ccq eval` is. A file of this package that ends with `SUITE = Suite(...)` is one: the frame finds it
+"""What a suite of `ccq eval` is. A file of this package that ends with `SUITE = Suite(...)` has one: the frame finds it
 there, and knows no more of it than stands in that object."""
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def suites() -> dict[str, Suite]:
     import ccq.evaluate
 
     modules = [f"ccq.evaluate.{found.name}" for found in pkgutil.iter_modules(ccq.evaluate.__path__)]
-    found = [module.SUITE for module in map(importlib.import_module, modules) if hasattr(module, "SUITE")]
+    every = [thing for module in map(importlib.import_module, modules) for thing in vars(module).values()]
+    found = [thing for thing in every if isinstance(thing, Suite)]
     found.sort(key=lambda suite: (suite.axis is None, suite.axis, suite.name))
     return {suite.name: suite for suite in found}
 
