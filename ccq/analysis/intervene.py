@@ -95,7 +95,7 @@ def intervene(
 
 def main(argv: Sequence[str]) -> int:
     from ccq.analysis.command import describe, write
-    from ccq.evaluate.command import load, make_parser, parse, run
+    from ccq.evaluate import load, make_parser, parse, run
 
     parser = make_parser()
     parser.prog = "ccq analyze intervene"
