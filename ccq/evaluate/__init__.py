@@ -13,17 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ccq.doctor import best_device
+from ccq.evaluate import results
 from ccq.evaluate.requests import EvaluationError, Request, RequestSet
-from ccq.evaluate.results import (
-    Responses,
-    identity_of,
-    lam_changed,
-    model_hash,
-    progress,
-    read_result,
-    tokenizer_hash,
-    write_rows,
-)
+from ccq.evaluate.results import Responses, tokenizer_hash
 from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers, suites
 from ccq.files import finite, write_json
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
@@ -79,11 +71,11 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         answers_path.unlink(missing_ok=True)
         result_path.unlink(missing_ok=True)
     identity: dict[str, Any] = {
-        "model_hash": model_hash(model),
+        "model_hash": results.model_hash(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "lam": lam_changed(model),
+        "lam": results.lam_changed(model),
     }
-    done = read_result(result_path)
+    done = results.read_result(result_path)
     if (
         done
         and done["samples"]["hash"] == asked.hash()
@@ -94,7 +86,12 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         print(f"{suite}: finished already, {result_path}; --again runs it again")
         return done
     size = sum(p.numel() for p in model.parameters())
-    identity |= {"model": name, "class": type(model).__name__, "parameters": size, "of": identity_of(model, name)}
+    identity |= {
+        "model": name,
+        "class": type(model).__name__,
+        "parameters": size,
+        "of": results.identity_of(model, name),
+    }
     if stage == "score":
         identity["origin"] = provenance()
     responses = Responses(answers_path, identity)
@@ -132,7 +129,7 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
     keys = {id(request): key for key, request in todo.items()}
     waiting: list[dict] = []
     saved = time.perf_counter()
-    with progress(asked.suite, sum(map(work, todo.values()))) as bar:
+    with results.progress(asked.suite, sum(map(work, todo.values()))) as bar:
         try:
             for request, answer in engine.run(asked, list(todo.values())):
                 waiting.append({"key": keys[id(request)], "id": request.id, **answer})
@@ -215,7 +212,7 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         result["stages"] = {stage: origin for stage, origin in stages.items() if origin}
     if shared := responses.answers.get("shared_prefill"):
         result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}
-    write_rows(options.out / f"{its.name}.jsonl", rows)
+    results.write_rows(options.out / f"{its.name}.jsonl", rows)
     write_json(options.out / f"{its.name}.json", result)
     print(table(result))
     print(f"Wrote {options.out / (its.name + '.json')}")
@@ -315,13 +312,13 @@ def load(arguments: argparse.Namespace, asked: Sequence[Suite]) -> tuple[Any, An
 
 def run(asked: Sequence[Suite], model: Any, tokenizer: Any, options: Options, name: str, config: Any = None) -> dict:
     """{suite: its result, or None after a stage without}; one that fails says why, and the others still run."""
-    results = {}
+    found = {}
     for suite in asked:
         try:
-            results[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
+            found[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
         except (EvaluationError, OSError) as error:
             print(f"ccq eval: {suite.name}: {error}", file=sys.stderr)
-    return results
+    return found
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,9 +22,8 @@ def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
     found = {}
     for path in sorted(run.glob("*.json")):
         result = read_json(path, EvaluationError, "a result of `ccq eval`")
-        if not isinstance(result, dict) or not {"suite", "scores", "samples"} <= result.keys():
-            continue
-        found[result["suite"]] = (result, samples_of(path, result))
+        if isinstance(result, dict) and {"suite", "scores", "samples"} <= result.keys():
+            found[result["suite"]] = (result, samples_of(path, result))
     if not found:
         raise EvaluationError(f"{run} has no results: expected a folder that `ccq eval --out` wrote")
     return found
@@ -124,13 +123,14 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
         if any(result["quick_look"] for result in results):
             notes.append(f"{suite}: a quick look (--limit), not the whole suite")
         table[suite] = {}
+        one, *others = (run[suite][1] for run in read_runs)
         for group, score in results[0]["scores"].items():
-            if not all(group in result["scores"] for result in results):
-                continue
-            one, *others = (run[suite][1] for run in read_runs)
-            differences = [difference(group, score, one, two) for two in others]
-            row = {"values": [result["scores"][group]["value"] for result in results], "differences": differences}
-            table[suite][group] = row | {"better": "lower" if score["aggregate"] == "perplexity" else "higher"}
+            if all(group in result["scores"] for result in results):
+                table[suite][group] = {
+                    "values": [result["scores"][group]["value"] for result in results],
+                    "differences": [difference(group, score, one, two) for two in others],
+                    "better": "lower" if score["aggregate"] == "perplexity" else "higher",
+                }
     return {"runs": [str(run) for run in runs], "suites": table, "notes": notes}
 
 

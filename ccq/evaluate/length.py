@@ -69,17 +69,15 @@ def stream(texts: list[str], tokenizer, most: int | None = None) -> tuple[np.nda
     the one it ends."""
     if tokenizer.eos_token_id is None:
         raise EvaluationError("the tokenizer has no end-of-text token (eos_token) to join documents with")
-    pieces: list[np.ndarray] = []
-    owners: list[np.ndarray] = []
+    tokens: list[int] = []
+    owner: list[int] = []
     for number, text in enumerate(texts):
-        if most is not None and sum(len(piece) for piece in pieces) >= most:
+        if most is not None and len(tokens) >= most:
             break
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        if number < len(texts) - 1:
-            ids = [*ids, tokenizer.eos_token_id]
-        pieces.append(np.asarray(ids, dtype=np.int32))
-        owners.append(np.full(len(ids), number, dtype=np.int32))
-    return np.concatenate(pieces)[:most], np.concatenate(owners)[:most]
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        tokens += [tokenizer.eos_token_id] * (number < len(texts) - 1)
+        owner += [number] * (len(tokens) - len(owner))
+    return np.array(tokens[:most], dtype=np.int32), np.array(owner[:most], dtype=np.int32)
 
 
 def window(
@@ -108,9 +106,8 @@ def build(options, tokenizer) -> RequestSet:
     builder, corpora, longest = Builder(), {}, lengths[-1]
     left_out = NOT_ON_HUB if options.data is None and not options.tasks else ()
     for corpus in options.tasks or [corpus for corpus in CORPORA if corpus not in left_out]:
-        most = None if options.limit is None else options.limit * longest  # no window reaches further
-        if options.tokens is not None:
-            most = min(options.tokens, most or options.tokens)
+        reach = options.limit and options.limit * longest  # no window goes further
+        most = min(filter(None, (reach, options.tokens)), default=None)
         texts = documents(corpus, options.data)
         tokens, owner = stream(texts, tokenizer, most)
         base = builder.stream(tokens)

@@ -60,7 +60,10 @@ SIZINGS = {
     "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
 }
 TRIES = 100  # of RULER's to draw a needle that fits where the haystack can shrink no more: it has no end to them
-KEYS = ("all", "odd")
+KEYS = {
+    "all": "all, also those that needle documents of `ccq data prepare` may hold",
+    "odd": "only those that training data with needles never holds",
+}
 GENERATOR = 1  # raise it with any change to what is drawn
 
 
@@ -315,10 +318,7 @@ def build(options, tokenizer) -> RequestSet:
     if "niah_book" in tasks:
         told = book()
         notes.append(f"niah_book: the haystack is {told['title']} by {told['author']}, not RULER's essays")
-    if options.keys == "odd":
-        notes.append("keys and values: only those that training data with needles never holds")
-    else:
-        notes.append("keys and values: all, also those that needle documents of `ccq data prepare` may hold")
+    notes.append(f"keys and values: {KEYS[options.keys]}")
     return builder.done("niah", settings, notes)
 
 
@@ -397,7 +397,7 @@ SUITE = Suite(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
         Option("sizing", "how large the haystack is", choices=tuple(SIZINGS), default="ruler"),
-        Option("keys", "'odd' takes those that training never saw", choices=KEYS, default="all"),
+        Option("keys", "'odd' takes those that training never saw", choices=tuple(KEYS), default="all"),
         SEED,
     ),
     tasks=tuple(KNOWN),
