@@ -212,14 +212,11 @@ def interruptions() -> Iterator[list[int]]:
         got.append(number)
         signal.default_int_handler(number, frame)
 
-    before = None
-    with contextlib.suppress(ValueError):  # not in the main thread
-        before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield got
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

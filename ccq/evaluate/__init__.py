@@ -75,7 +75,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         "dtype": str(model.dtype).removeprefix("torch."),
         "lam": results.lam_changed(model),
     }
-    done = results.read_result(result_path)
+    done = results.read_result(options.out, suite)
     if (
         done
         and done["samples"]["hash"] == asked.hash()
@@ -95,14 +95,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     if stage == "score":
         identity["origin"] = provenance()
     responses = Responses(answers_path, identity)
-    keys = {asked.key(request) for request in asked.requests}
-    if done and responses.answers.keys() - keys - {"shared_prefill"}:
-        # a finished result gives way to one that asks more, not to one that leaves out what it asked
-        changed = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
-        raise EvaluationError(
-            f"{result_path} is a finished result that was asked otherwise ({', '.join(changed)}): "
-            "take another --out, or --again to replace it"
-        )
+    check_replaced(done, asked, responses, options.out)
     if stage == "all":
         asked.save(requests)
     ask(model, asked, responses, options)
@@ -125,7 +118,11 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
     if len(todo) < len(each):
         print(f"{asked.suite}: resumed, {len(each) - len(todo)} of {len(each)} answered before")
     engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
-    warn_of_length(model, asked, engine.recurrent)
+    longest, context = asked.longest() - 1, getattr(model.config, "max_position_embeddings", None)
+    if isinstance(context, int) and longest > context and not engine.recurrent:
+        told = f"the longest request has {longest} tokens, and the config of {type(model).__name__} names {context}"
+        past = f"{asked.suite}: {told}: it runs past its context, as the paper's Transformer did"
+        warnings.warn(past, ContextWarning, stacklevel=2)
     keys = {id(request): key for key, request in todo.items()}
     waiting: list[dict] = []
     saved = time.perf_counter()
@@ -141,7 +138,18 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
             if waiting:
                 responses.add(waiting)
     if engine.shared.contexts or engine.shared.used:
-        responses.add([{"key": "shared_prefill", **engine.shared.to_json()}])
+        responses.add([{"key": "shared_prefill", **vars(engine.shared)}])
+
+
+def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
+    """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
+    left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
+    if done and left:
+        differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
+        raise EvaluationError(
+            f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
+            "take another --out, or --again to replace it"
+        )
 
 
 def work(request) -> float:
@@ -161,17 +169,6 @@ def check_fits(model, asked: RequestSet) -> None:
         raise EvaluationError(
             f"the longest request has {longest} tokens, and {type(model).__name__} has learned positions "
             f"for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
-        )
-
-
-def warn_of_length(model, asked: RequestSet, recurrent: bool) -> None:
-    longest, context = asked.longest() - 1, getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and longest > context and not recurrent:
-        warnings.warn(
-            f"{asked.suite}: the longest request has {longest} tokens, and the config of {type(model).__name__} names "
-            f"{context}: it runs past its context, as the paper's Transformer did",
-            ContextWarning,
-            stacklevel=2,
         )
 
 

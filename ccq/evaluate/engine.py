@@ -44,9 +44,6 @@ class SharedPrefill:
     changed_answers: int = 0  # contexts whose likeliest continuation differs
     used: bool | None = None  # None: not decided
 
-    def to_json(self) -> dict:
-        return dict(vars(self))
-
 
 @dataclass
 class Engine:

@@ -23,8 +23,7 @@ from ccq.evaluate.suite import Option, Suite, max_lengths_option
 
 class Task(NamedTuple):
     file: str  # the harness's
-    split: str
-    stem: str  # of the data file
+    stem: str  # of the data file; its name says which split it is
     fields: str
     groups: dict[str, tuple[str, str]]  # {group: (metric, aggregate)}
 
@@ -33,19 +32,15 @@ ACC, NORM = {"": ("acc", "mean")}, {"": ("acc_norm", "mean")}
 LAMBADA = ACC | {"/perplexity": ("perplexity", "perplexity")}
 WIKITEXT = {"/word_perplexity": ("word_perplexity", "perplexity")}
 TASKS = {
-    "piqa": Task("piqa/piqa", "validation", "piqa_val", "goal sol1 sol2 label", ACC),
-    "hellaswag": Task(
-        "hellaswag/hellaswag", "validation", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM
-    ),
-    "winogrande": Task("winogrande/default", "validation", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
-    "arc_easy": Task("arc/arc_easy", "test", "arc_easy_test", "question choices answerKey", NORM),
-    "arc_challenge": Task("arc/arc_challenge", "test", "arc_challenge_test", "question choices answerKey", NORM),
-    "social_iqa": Task(
-        "siqa/siqa", "validation", "social_iqa_val", "context question answerA answerB answerC label", ACC
-    ),
-    "boolq": Task("super_glue/boolq/default", "validation", "boolq_val", "passage question label", ACC),
-    "lambada_openai": Task("lambada/lambada_openai", "test", "lambada_openai_test", "text", LAMBADA),
-    "wikitext": Task("wikitext/wikitext", "test", "wikitext2_raw_test_pages", "page", WIKITEXT),
+    "piqa": Task("piqa/piqa", "piqa_val", "goal sol1 sol2 label", ACC),
+    "hellaswag": Task("hellaswag/hellaswag", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM),
+    "winogrande": Task("winogrande/default", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
+    "arc_easy": Task("arc/arc_easy", "arc_easy_test", "question choices answerKey", NORM),
+    "arc_challenge": Task("arc/arc_challenge", "arc_challenge_test", "question choices answerKey", NORM),
+    "social_iqa": Task("siqa/siqa", "social_iqa_val", "context question answerA answerB answerC label", ACC),
+    "boolq": Task("super_glue/boolq/default", "boolq_val", "passage question label", ACC),
+    "lambada_openai": Task("lambada/lambada_openai", "lambada_openai_test", "text", LAMBADA),
+    "wikitext": Task("wikitext/wikitext", "wikitext2_raw_test_pages", "page", WIKITEXT),
 }
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
@@ -116,16 +111,17 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 
     configs = []
     for name in names:
-        file, split, stem, fields = *TASKS[name][:3], TASKS[name].fields.split()
-        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml")
+        task = TASKS[name]
+        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{task.file}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
-            made = datasets.Dataset.from_list(sources.read(data, stem, fields)[:limit])
+            split = "validation" if task.stem.endswith("_val") else "test"
+            made = datasets.Dataset.from_list(sources.read(data, task.stem, task.fields.split())[:limit])
             # the harness would process all documents each time it asks for them
             made = config.pop("process_docs", lambda documents: documents)(made)
-            config |= {"custom_dataset": functools.partial(given, {split: made})}
-            config |= {"dataset_path": "json", "dataset_name": None}
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
+            documents = functools.partial(given, {split: made})
+            config |= {"custom_dataset": documents, "dataset_path": "json", "dataset_name": None}
         if name == "wikitext":
             configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
         else:
@@ -153,15 +149,11 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
     # it asks git about the folder that one happens to be in, and git complains aloud where that is no repository
     asks_git, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
     try:
-        return simple_evaluate(
-            model=lm,
-            tasks=sources.from_hub("an lm task", lambda: task_configs(names, max_lengths, options.data, options.limit)),
-            task_manager=TaskManager(include_defaults=False),
-            limit=options.limit,
-            bootstrap_iters=0,
-        )
-    except OSError as error:  # ConnectionError is one
-        raise sources.not_on_hub("the lm tasks", error) from error
+        with sources.from_hub("an lm task"):
+            tasks = task_configs(names, max_lengths, options.data, options.limit)
+        manager = TaskManager(include_defaults=False)
+        with sources.from_hub("the lm tasks", OSError):  # ConnectionError is one
+            return simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=options.limit, bootstrap_iters=0)
     finally:
         evaluator.get_git_commit_hash = asks_git
         if not quiet:

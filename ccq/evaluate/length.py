@@ -49,19 +49,16 @@ def documents(corpus: str, data: Path | None) -> list[str]:
         return list(dict.fromkeys(row["text"] for row in sources.read(data, CORPORA[corpus], ["text"])))
     if corpus in NOT_ON_HUB:
         raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
-
-    def load() -> list[str]:
+    with sources.from_hub(f"the corpus {corpus}"):
         if corpus not in ("pg19", "code"):
             task = {"govreport": "gov_report"}.get(corpus, corpus)
-            return [row["context"] for row in sources.longbench_archive(task)]
+            return list(dict.fromkeys(row["context"] for row in sources.longbench_archive(task)))
         import datasets
 
         if corpus == "pg19":
-            return list(datasets.load_dataset("emozilla/pg19-test", split="test")["text"])
+            return list(dict.fromkeys(datasets.load_dataset("emozilla/pg19-test", split="test")["text"]))
         stream = datasets.load_dataset("codeparrot/codeparrot-clean-valid", split="train", streaming=True)
-        return [row["content"] for row in stream.take(2000)]
-
-    return list(dict.fromkeys(sources.from_hub(f"the corpus {corpus}", load)))
+        return list(dict.fromkeys(row["content"] for row in stream.take(2000)))
 
 
 def stream(texts: list[str], tokenizer, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:

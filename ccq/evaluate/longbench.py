@@ -13,7 +13,6 @@ The metrics are written anew and kept equal to the original's, quirks included:
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import string
 import tomllib
@@ -129,8 +128,8 @@ def load(tasks: Sequence[str], data: Path | None) -> dict[str, list[dict]]:
     found, mini = {}, None
     for task in tasks:
         if data is None:
-            archive = functools.partial(sources.longbench_archive, task)
-            found[task] = sources.from_hub(f"LongBench's {task}", archive)
+            with sources.from_hub(f"LongBench's {task}"):
+                found[task] = sources.longbench_archive(task)
             continue
         own = sources.find(data, f"longbench_{task}") or sources.find(data, task)
         if own:

@@ -139,13 +139,10 @@ class Haystack:
 def essays(data: Path | None) -> str:
     if data is not None:
         return sources.read(data, "PaulGrahamEssays", ["text"])[0]["text"]
-
-    def load() -> list[str]:
+    with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)"):
         import datasets
 
-        return list(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])
-
-    return " ".join(sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)", load))
+        return " ".join(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])
 
 
 def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, str]]:
@@ -309,10 +306,8 @@ def build(options, tokenizer) -> RequestSet:
         "sample_files": hashes,
         "least_filled": fill,
     }
-    notes = [
-        f"{SIZINGS[options.sizing]}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its "
-        "length"
-    ]
+    least = f"{100 * min(fill.values()):.1f}%"
+    notes = [f"{SIZINGS[options.sizing]}; the shortest prompt with its answer fills {least} of its length"]
     if new != ANSWER:
         notes.append(f"{new} tokens of answer instead of RULER's {ANSWER}")
     if "niah_book" in tasks:

@@ -99,10 +99,10 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
 
-def read_result(path: Path) -> dict | None:
+def read_result(out: Path, suite: str) -> dict | None:
     """OUT/SUITE.json where it is whole; it is written when it is finished."""
     try:
-        return json.loads(path.read_text())
+        return json.loads((out / f"{suite}.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 

@@ -4,7 +4,8 @@ is named, with what it should be."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ccq.evaluate.requests import EvaluationError
@@ -54,21 +55,18 @@ def rows(path: Path, fields: Sequence[str]) -> list[dict]:
     return found
 
 
-def from_hub(what: str, load: Callable[[], list]) -> list:
-    """`load()`, with a message that says what to do without a network."""
+@contextmanager
+def from_hub(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
+    """Loading inside, with a message that says what to do without a network."""
     try:
-        return load()
+        yield
     except (EvaluationError, ModuleNotFoundError):
         raise
-    except Exception as error:
-        raise not_on_hub(what, error) from error
-
-
-def not_on_hub(what: str, error: Exception) -> EvaluationError:
-    return EvaluationError(
-        f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
-        "Without a network, give the data with --data DIR"
-    )
+    except caught as error:
+        raise EvaluationError(
+            f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
+            "Without a network, give the data with --data DIR"
+        ) from error
 
 
 def longbench_archive(task: str) -> list[dict]:
