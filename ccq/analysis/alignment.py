@@ -31,7 +31,7 @@ from ccq.analysis.command import begin, finish, make_parser
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, each, make_prompts
 from ccq.ops import clean_query
 from ccq.ops.precision import unit
-from ccq.report.collect import Collection, Source
+from ccq.report.collect import Collection
 from ccq.report.paper import load as papers
 from ccq.report.table import Block, Cell, Row, Table, analysis_row, signed
 from ccq.systems import Identity
@@ -158,11 +158,8 @@ def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = F
     if "projection" not in observer.points:
         raise AnalysisError(f"{type(model).__name__} ran without calling any of its key projections")
     points = {name: observer.points[name] for name in POINTS if name in observer.points}
-    return {
-        "prompts": rows,
-        "groups": GROUPS,
-        "points": {name: {"what": POINTS[name], **summary(point)} for name, point in points.items()},
-    }
+    told = {name: {"what": POINTS[name], **summary(point)} for name, point in points.items()}
+    return {"prompts": rows, "groups": GROUPS, "points": told}
 
 
 def untrained(model: Any, seed: int = 0) -> Any:
@@ -281,50 +278,33 @@ def shown(value: float | None) -> str:
 
 
 def tables(found: Collection) -> list[Table]:
-    """The gap in the top 16 directions, the paper's models and every model measured here; and beside its controls."""
-    sources = found.of("analysis", "alignment")
-    if not sources:
-        return []
-    theirs, ours = [], []
+    """The gap in the top 16 directions, the paper's models and every model measured here; and what is asked for beside
+    what is planted, near or rare: is it more than rarity?"""
+    theirs, ours, controls = [], [], []
     for fact in (papers().facts["gap_qwen3"], papers().facts["gap_gated_deltanet"]):
         layers = f"{fact.layers} of {fact.layers}"
-        values = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
-        theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in values], "paper"))
-    for source in sources:
-        for point, content in source.content["points"].items():
-            part = content["top"]["16"]
-            row, shares = part["unique"], part["of_isotropic_keys"]  # several where heads differ in size
-            isotropic = ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
-            negative = f"{row['negative_layers']} of {len(row['by_layer'])}"
-            values = (point, isotropic, shown(row["mean"]), negative, ", ".join(map(shown, row["thirds"])),
-                      shown(part["needle"]["mean"]))  # fmt: skip
-            ours.append(analysis_row(source.title, [source], values))
-    head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
-    caption = "Gap of alignment: needle tokens that are unique, less the filler"
-    first = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
-    return [first, *control_table(sources)]
-
-
-def control_table(sources: Sequence[Source]) -> list[Table]:
-    """The gap of what is asked for beside that of what is planted, near or rare: is it more than rarity?"""
-    rows = []
-    for source in sources:
-        for point, content in source.content["points"].items():
-            # once where 16 directions are an eighth of all
-            for part in {tuple(part["directions"]): part for part in content["top"].values()}.values():
-                beyond = part.get("novel minus planted")
-                if beyond is None:
-                    continue
+        told = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
+        theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in told], "paper"))
+    sources = found.of("analysis", "alignment")
+    for source, point, tops_of in ((s, name, x["top"]) for s in sources for name, x in s.content["points"].items()):
+        part = tops_of["16"]
+        row, shares = part["unique"], part["of_isotropic_keys"]  # several where heads differ in size
+        isotropic = ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
+        negative, thirds = f"{row['negative_layers']} of {len(row['by_layer'])}", ", ".join(map(shown, row["thirds"]))
+        values = (point, isotropic, shown(row["mean"]), negative, thirds, shown(part["needle"]["mean"]))
+        ours.append(analysis_row(source.title, [source], values))
+        for part in {tuple(part["directions"]): part for part in tops_of.values()}.values():  # 16 may be an eighth
+            if beyond := part.get("novel minus planted"):
                 error = "" if beyond["error_of_mean"] is None else f" ± {beyond['error_of_mean']:.3f}"
                 clear = f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']}"
-                novel, planted, near, rare = (
-                    shown(part[name]["mean"]) for name in ("novel", "planted", "near", "rare")
-                )
+                novel, planted, near, rare = (shown(part[x]["mean"]) for x in ("novel", "planted", "near", "rare"))
                 difference, layers = shown(beyond["mean"]) + error, f"{clear} of {len(beyond['by_layer'])}"
-                values = (point, str(part["directions"][0]), novel, planted, difference, layers, near, rare)
-                rows.append(analysis_row(source.title, [source], values))
-    if not rows:
-        return []
+                of_part = (point, str(part["directions"][0]), novel, planted, difference, layers, near, rare)
+                controls.append(analysis_row(source.title, [source], of_part))
+    head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
+    caption = "Gap of alignment: needle tokens that are unique, less the filler"
+    gap = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
     head = ["model", "keys", "top", "new thing, asked for", "planted, not asked for", "difference",
             "layers where it is clearly below, above", "filler around the needle", "rare filler"]  # fmt: skip
-    return [Table("control", "Gap of alignment beside its controls", head, [Block("", rows)])]
+    control = Table("control", "Gap of alignment beside its controls", head, [Block("", controls)])
+    return [*([gap] if ours else []), *([control] if controls else [])]

@@ -60,14 +60,9 @@ def finish(result: dict, out: Path, figures_in: Path | None = None) -> None:
 
 def describe(model: Any, name: str) -> dict:
     """What a result says of its model: what it is of, and what it is."""
-    parameters = list(model.parameters())
-    told = {
-        "name": name,
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "device": parameters[0].device.type,
-    }
+    first, size = next(model.parameters()), sum(p.numel() for p in model.parameters())
+    where = {"dtype": str(first.dtype).removeprefix("torch."), "device": first.device.type}
+    told = {"name": name, "class": type(model).__name__, "parameters": size, **where}
     return {"identity": identity_of(model, name), "model": told}
 
 

@@ -99,28 +99,18 @@ def as_dict(results: dict[str, Result], seed: int, backend: str) -> dict:
     def numbers(x: Tensor) -> list:
         return [round(v, 6) for v in x.tolist()]
 
-    result, projected = results["scaled"], results["projected"]
-    return {
-        "ccq": ccq.__version__,
-        "seed": seed,
-        "backend": backend,
-        "tokens": T,
-        "key_size": K,
-        "needle": NEEDLE,
-        "lam": LAM,
-        "regimes": {
-            name: {
-                "title": title,
-                "margin": numbers(result.margin[r]),
-                "rank": result.rank[r].tolist(),
-                "spectrum": numbers(result.spectrum[r, :8]),
-                "scores_before": numbers(result.scores[r, 0]),
-                "scores_after": numbers(result.scores[r, -1]),
-                "projected": {"margin": numbers(projected.margin[r]), "rank": projected.rank[r].tolist()},
-            }
-            for r, (name, title) in enumerate(REGIMES.items())
-        },
-    }
+    def margins(step: str, r: int) -> dict:
+        return {"margin": numbers(results[step].margin[r]), "rank": results[step].rank[r].tolist()}
+
+    made = {"ccq": ccq.__version__, "seed": seed, "backend": backend}
+    memory = {"tokens": T, "key_size": K, "needle": NEEDLE, "lam": LAM}
+    regimes = {}
+    for r, (name, title) in enumerate(REGIMES.items()):
+        scores, spectrum = results["scaled"].scores[r], results["scaled"].spectrum[r, :8]
+        regimes[name] = {"title": title, **margins("scaled", r), "spectrum": numbers(spectrum)}
+        regimes[name] |= {"scores_before": numbers(scores[0]), "scores_after": numbers(scores[-1])}
+        regimes[name]["projected"] = margins("projected", r)
+    return {**made, **memory, "regimes": regimes}
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:

@@ -92,9 +92,11 @@ class Engine:
     ) -> Iterator[list[Request]]:
         """Longest first, so many as `batch_size` or so many times `batch_tokens` allows; `chunk` where requests are run
         in pieces of so many tokens: of a long one no more than a piece counts."""
-        ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
-        fits = lambda longest: times * self.batch_tokens // max(1, min(longest.length + extra, chunk))  # noqa: E731
-        return self._cut(ordered, lambda longest: self.batch_size or fits(longest))
+
+        def fit(longest: Request) -> int:
+            return self.batch_size or times * self.batch_tokens // max(1, min(longest.length + extra, chunk))
+
+        return self._cut(sorted(requests, key=lambda request: (-request.length, request.begin)), fit)
 
     def _cut(self, waiting: list, fit: Callable[[Any], int]) -> Iterator[list]:
         """Batches of as many as `fit` says of the first of each."""
