@@ -72,20 +72,16 @@ def measure(
         for gate in gates:
             gate.record_angle, gate.angle = False, None
     layers = sorted(seen["text"])
-    of = {place: [np.concatenate(seen[place][layer], 1) for layer in layers] for place in PLACES}
-    angles = {place: np.array([np.quantile(angle, (0.5, 0.95)) for _, angle in of[place]]) for place in PLACES}
-    return {
-        "layers": layers,
-        "tokens": {place: of[place][0].shape[1] for place in PLACES},
-        "lam": {place: [lam.mean(0).tolist() for lam, _ in of[place]] for place in PLACES},
-        "angle": {
-            place: dict(zip(("median", "high"), x.T.round(4).tolist(), strict=True)) for place, x in angles.items()
-        },
-        "of_bias": [
-            torch.sigmoid(gate.gate_bias.detach().double()).tolist() if gate.has_gate else None for gate in gates
-        ],
-        "gate_init": gates[0].gate_init if gates[0].has_gate else None,
-    }
+    result: dict[str, Any] = {"layers": layers, "tokens": {}, "lam": {}, "angle": {}}
+    for place in PLACES:
+        found = [np.concatenate(seen[place][layer], 1) for layer in layers]
+        median, high = np.array([np.quantile(angle, (0.5, 0.95)) for _, angle in found]).T.round(4).tolist()
+        result["tokens"][place] = found[0].shape[1]
+        result["lam"][place] = [lam.mean(0).tolist() for lam, _ in found]
+        result["angle"][place] = {"median": median, "high": high}
+    biases = [gate.gate_bias.detach().double() if gate.has_gate else None for gate in gates]
+    result["of_bias"] = [None if bias is None else torch.sigmoid(bias).tolist() for bias in biases]
+    return result | {"gate_init": gates[0].gate_init if gates[0].has_gate else None}
 
 
 def asked(prompt: Prompt, tokenizer: Any, bos: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -186,8 +186,8 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
             row["prompt_hash"] = by_id.get(row["id"]) or by_id[row["id"].rpartition("/")[0]]
     identity = {"model": name} | responses.identity
     seconds = sum(responses.answers[key]["seconds"] for key in dict.fromkeys(keys))
-    told = {"name": "model", "hash": "model_hash", "dtype": "dtype", "class": "class", "parameters": "parameters",
-            "lam": "lam"}  # what the result calls it, and the answers  # fmt: skip
+    model = {"name": identity["model"], "hash": identity.get("model_hash")}
+    model |= {what: identity.get(what) for what in ("dtype", "class", "parameters", "lam")}
     result = {
         "suite": its.name,
         "identity": identity.get("of") or asdict(Identity(identity["model"])),
@@ -198,7 +198,7 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},
         "notes": asked.notes,
-        "model": {ours: identity.get(theirs) for ours, theirs in told.items()},
+        "model": model,
         "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
         "seconds": seconds,
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
