@@ -10,6 +10,7 @@ T tokens of a prompt.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -56,9 +57,7 @@ def filler() -> list[str]:
     return Path(__file__).with_name("filler.txt").read_text(encoding="utf-8").splitlines()
 
 
-def make_prompts(
-    variants: int = 4, sentences: int | None = None, kinds: tuple[str, ...] = tuple(KINDS)
-) -> list[Prompt]:
+def make_prompts(variants: int = 4, sentences: int | None = None) -> list[Prompt]:
     """`variants` prompts of each kind, each with `sentences` of filler (None: all there are).
 
     >>> len(make_prompts(3)), make_prompts(3, sentences=6)[0].answer
@@ -70,12 +69,12 @@ def make_prompts(
         raise AnalysisError(f"variants: expected {PLANTED + 1} to {MOST_VARIANTS} prompts of a kind, got {variants}")
     if not 2 * PLANTED <= count <= len(pool):
         raise AnalysisError(f"sentences: expected {2 * PLANTED} to {len(pool)} sentences of filler, got {sentences}")
-    prompts = []
-    for number in range(variants * len(KINDS)):
-        variant, which = divmod(number, len(KINDS))
+    prompts: list[Prompt] = []
+    for variant, kind in itertools.product(range(variants), KINDS):
+        number = len(prompts)
         start = number * len(pool) // (variants * len(KINDS))
         rotated = (pool[start:] + pool[:start])[:count]
-        prompts.append(make_prompt(list(KINDS)[which], variant, variants, rotated, number))
+        prompts.append(make_prompt(kind, variant, variants, rotated, number))
     return prompts
 
 

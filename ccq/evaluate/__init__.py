@@ -314,7 +314,7 @@ def run(asked: Sequence[Suite], model: Any, tokenizer: Any, options: Options, na
         try:
             found[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
         except (EvaluationError, OSError) as error:
-            print(f"ccq eval: {suite.name}: {error}", file=sys.stderr)
+            print(f"ccq eval: {suite.name} of {name}: {error}", file=sys.stderr)
     return found
 
 
