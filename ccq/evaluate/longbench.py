@@ -130,17 +130,14 @@ def load(tasks: Sequence[str], data: Path | None) -> dict[str, list[dict]]:
         if data is None:
             with sources.from_hub(f"LongBench's {task}"):
                 found[task] = sources.longbench_archive(task)
-            continue
-        own = sources.find(data, f"longbench_{task}") or sources.find(data, task)
-        if own:
+        elif own := sources.find(data, f"longbench_{task}") or sources.find(data, task):
             found[task] = sources.rows(own, FIELDS)
-            continue
-        mini = mini or sources.read(data, "minilongbench_en14", FIELDS)
-        found[task] = [row for row in mini if row["dataset"] == task]
+        else:
+            mini = mini or sources.read(data, "minilongbench_en14", FIELDS)
+            found[task] = [row for row in mini if row["dataset"] == task]
         if not found[task]:
-            raise EvaluationError(
-                f"{data} has no rows of the LongBench task {task}: expected longbench_{task}.jsonl.zst"
-            )
+            expected = f"expected longbench_{task}.jsonl.zst"
+            raise EvaluationError(f"{data} has no rows of the LongBench task {task}: {expected}")
     return found
 
 
