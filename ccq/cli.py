@@ -21,7 +21,7 @@ COMMANDS = {
     "data": ("ccq.data.command:main", "a tokenizer from text, and text into token shards that training reads"),
     "demo": ("ccq.demo:main", "train recall, try the models that ship, write one page: minutes on two cores"),
     "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
-    "eval": ("ccq.evaluate.command:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
+    "eval": ("ccq.evaluate:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
     "export": ("ccq.train.export:main", "the weights of a run as a folder that `from_pretrained` loads"),
     "generate": ("ccq.model.generate:main", "text from a checkpoint, ours or any of Hugging Face's"),
     "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,9 +65,25 @@ def main() -> None:
             shutil.copyfile(options.models / name / file, folder / file)
         (folder / "results.json").write_text(json.dumps(fact, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(card(name, told), encoding="utf-8")
-        shipped.seal(folder, **{key: fact[key] for key in ("steps", "seed", "tokens", "commit", "command")})
+        seal(folder, **{key: fact[key] for key in ("steps", "seed", "tokens", "commit", "command")})
     total = sum(path.stat().st_size for name in (*told, shipped.TOKENIZER) for path in (options.out / name).iterdir())
     print(f"Wrote {', '.join(str(options.out / name) for name in told)}: {total / 1e6:.1f} MB together")
+
+
+def seal(folder: Path, **facts: object) -> dict:
+    """Write the manifest of what lies in `folder`, and of the tokenizer beside it, with `facts` beside the checksums;
+    what ships is sealed last."""
+    own = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != shipped.MANIFEST]
+    files = {
+        os.path.relpath(path, folder).replace(os.sep, "/"): {
+            "bytes": path.stat().st_size,
+            "sha256": shipped.sha256(path),
+        }
+        for path in (*own, *sorted((folder.parent / shipped.TOKENIZER).iterdir()))
+    }
+    content = {"name": folder.name, **facts, "files": files}
+    (folder / shipped.MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return content
 
 
 def facts(name: str, run: Path, scored: Path, index: dict) -> dict:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from ccq.cli import choose
+from ccq.errors import UserError
 
 # name: (module of this package, what it is)
 KINDS = {
@@ -14,6 +15,10 @@ KINDS = {
     "intervene": ("intervene", "a suite of `ccq eval` with cleaning off, lam fixed or scaled, layer by layer"),
     "margin": ("margin", "scores of needle and distractors with and without cleaning, by layer and head"),
 }
+
+
+class AnalysisError(UserError):
+    """A model, prompt or file is missing, damaged or does not fit; the message names it and what was expected."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -25,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ccq import tables as screen
+from ccq.analysis import AnalysisError
 from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of, path_of, progress
-from ccq.analysis.errors import AnalysisError
-from ccq.analysis.prompts import GROUPS, Prompt, Tokens, make_prompts, tokenize
+from ccq.analysis.command import begin, finish, make_parser, path_of
+from ccq.analysis.prompts import GROUPS, Prompt, Tokens, each, make_prompts
 from ccq.ops import clean_query
 from ccq.ops.precision import unit
-from ccq.report.collect import Collection, Source
+from ccq.report.collect import Collection
 from ccq.report.paper import load as papers
 from ccq.report.table import Block, Cell, Row, Table, analysis_row, signed
 from ccq.systems import Identity
@@ -99,37 +99,33 @@ class Point:
 class Observer:
     """Reduces the keys of each layer as they come."""
 
+    tokens: Tokens  # of the prompt that is run
+
     def __init__(self) -> None:
         self.points: dict[str, Point] = defaultdict(Point)
-        self.tokens: Tokens | None = None
         self.norms: dict[int, tuple[Projection, Tensor]] = {}
 
     def project(self, projection: Projection, k: Tensor) -> None:
-        assert self.tokens is not None
         if projection.layout in ("parts", "heads"):
             self.norms[projection.layer] = projection, k.double().norm(dim=-1).cpu()
         self.points["projection"].add(projection.layer, unit(k.double()), self.tokens)
 
     def read(self, read: Read) -> None:
-        assert self.tokens is not None
         if read.layer in self.norms:
             projection, norms = self.norms[read.layer]
-            if not any("norm" in name for name, _ in projection.parent.named_modules()):  # it would hide the lengths
-                if not has_layout(norms, read.k):
-                    raise unknown_layout(projection)
+            hidden = any("norm" in name for name, _ in projection.parent.named_modules())  # the lengths, by a norm
+            if not hidden and has_layout(norms, read.k):
                 del self.norms[read.layer]
         self.points["read"].add(read.layer, unit(read.k.double()), self.tokens)
         if read.lam is not None and read.cleaner is not None:
-            cleaner = read.cleaner
+            own, (q, k, lam) = read.cleaner, (x[None] for x in (read.q, read.k, read.lam))
             _, k_bar, state = clean_query(
-                read.q[None], read.k[None], read.lam[None], cleaner.centred, cleaner.normalize,
-                output_final_state=True, backend=cleaner.backend,
-            )  # fmt: skip
+                q, k, lam, own.centred, own.normalize, output_final_state=True, backend=own.backend
+            )
             assert state is not None
-            mean = state.key_sum[0] / state.count
-            k = k_bar[0] if cleaner.normalize == "unit" else unit(k_bar[0])
-            centre = mean if cleaner.centred else torch.zeros_like(mean)
-            self.points["operator"].add(read.layer, k, self.tokens, state.covariance(cleaner.centred)[0], centre)
+            centre = state.key_sum[0] / state.count * own.centred
+            keys = k_bar[0] if own.normalize == "unit" else unit(k_bar[0])
+            self.points["operator"].add(read.layer, keys, self.tokens, state.covariance(own.centred)[0], centre)
 
 
 def has_layout(norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> bool:
@@ -143,36 +139,27 @@ def has_layout(norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> bool
     return float(ratio.std() / ratio.mean()) < 0.05
 
 
-def unknown_layout(projection: Projection) -> AnalysisError:
-    return AnalysisError(
-        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and where its keys lie "
-        "in that is not known here"
-    )
-
-
-def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False, tell: Any = None) -> dict:
+def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False) -> dict:
     """Run the prompts, one at a time, and return what the result file holds of them."""
     observer = Observer()
     rows = []
     with watch(model, observer.project, observer.read):
-        for prompt in prompts:
-            observer.tokens = tokens = tokenize(prompt, tokenizer, bos)
+        for prompt, tokens in zip(prompts, each(prompts, tokenizer, bos), strict=True):
+            observer.tokens = tokens
             run(model, tokens.ids)
             for projection, _ in observer.norms.values():
                 if getattr(text_config(model), "model_type", None) not in TRUSTED:
-                    raise unknown_layout(projection)
+                    raise AnalysisError(
+                        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and "
+                        "where its keys lie in that is not known here"
+                    )
             sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
             rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
-            if tell is not None:
-                tell(len(rows), len(prompts))
     if "projection" not in observer.points:
         raise AnalysisError(f"{type(model).__name__} ran without calling any of its key projections")
     points = {name: observer.points[name] for name in POINTS if name in observer.points}
-    return {
-        "prompts": rows,
-        "groups": GROUPS,
-        "points": {name: {"what": POINTS[name], **summary(point)} for name, point in points.items()},
-    }
+    told = {name: {"what": POINTS[name], **summary(point)} for name, point in points.items()}
+    return {"prompts": rows, "groups": GROUPS, "points": told}
 
 
 def untrained(model: Any, seed: int = 0) -> Any:
@@ -184,48 +171,37 @@ def untrained(model: Any, seed: int = 0) -> Any:
 
 def summary(point: Point) -> dict:
     """Numbers of one point: by layer, by head, pooled."""
-    found: dict[str, Any] = {"head_sizes": sorted(point.sizes), "layers": sorted(point.spectrum), "top": {}}
+    sizes = sorted(point.sizes)
+    found: dict[str, Any] = {"head_sizes": sizes, "layers": sorted(point.spectrum), "top": {}}
     for top, level in point.level.items():
-        sizes = [tops(size)[top] / size for size in sorted(point.sizes)]
+        directions = [tops(size)[top] for size in sizes]
+        isotropic = [count / size for count, size in zip(directions, sizes, strict=True)]
         part: dict[str, Any] = {
-            "directions": [tops(size)[top] for size in sorted(point.sizes)],
-            "of_isotropic_keys": sizes[0] if len(sizes) == 1 else sizes,
-            "distractor": {"by_layer": [rounded(_mean(heads)) for _, heads in sorted(level["distractor"].items())]},
+            "directions": directions,
+            "of_isotropic_keys": isotropic[0] if len(isotropic) == 1 else isotropic,
+            "distractor": {"by_layer": rounded([_mean(heads) for _, heads in sorted(level["distractor"].items())])},
         }
-        for group in GROUPS:
-            if group != "distractor":
-                part[group] = gaps(level[group], level["distractor"])
+        part |= {group: gaps(level[group], level["distractor"]) for group in GROUPS if group != "distractor"}
         part["novel minus planted"] = gaps(level["novel"], level["planted"])
         part["histogram"] = {group: counts.tolist() for group, counts in point.counts[top].items()}
         found["top"][top] = part
-    found["spectrum"] = {  # shares of the trace, over prompts and heads
-        "by_layer": [
-            rounded(np.concatenate(values).mean(0)[:SPECTRUM]) for _, values in sorted(point.spectrum.items())
-        ],
-    }
+    spectra = [np.concatenate(values).mean(0)[:SPECTRUM] for _, values in sorted(point.spectrum.items())]
+    found["spectrum"] = {"by_layer": rounded(spectra)}  # shares of the trace, over prompts and heads
     return found
 
 
 def gaps(group: dict[int, list[np.ndarray]], other: dict[int, list[np.ndarray]]) -> dict:
     """mean over `group` minus mean over `other`, of each prompt and head, and what becomes of that."""
-    by_prompt, by_head = [], []
-    for layer in sorted(group):
-        gap = np.stack(group[layer]) - np.stack(other[layer])  # [prompts, Hk]
-        by_prompt.append(_mean(gap, 1))
-        by_head.append(_mean(gap, 0))
-    each = np.stack(by_prompt)  # [layers, prompts]
-    layer_means = _mean(each, 1)
-    number = np.isfinite(each).sum(1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        spread = np.array([np.nanstd(row, ddof=1) if n > 1 else np.nan for row, n in zip(each, number, strict=True)])
-        error = spread / np.sqrt(number)
+    by_layer = [np.stack(group[layer]) - np.stack(other[layer]) for layer in sorted(group)]  # [prompts, Hk] each
+    by_head = [_mean(gap, 0) for gap in by_layer]
+    by_prompt = np.stack([_mean(gap, 1) for gap in by_layer])  # [layers, prompts]
+    layer_means = _mean(by_prompt, 1)
+    spread, error = np.array([deviation(row) for row in by_prompt]).T
     cells = np.concatenate(by_head)
     cells = cells[np.isfinite(cells)]
-    depth = _mean(each, 0)  # of each prompt, over layers
-    known = depth[np.isfinite(depth)]
     return {
         "mean": rounded(_mean(layer_means)),
-        "error_of_mean": rounded(known.std(ddof=1) / len(known) ** 0.5 if len(known) > 1 else np.nan),
+        "error_of_mean": rounded(deviation(_mean(by_prompt, 0))[1]),  # of each prompt, over layers
         "negative_layers": int((layer_means < 0).sum()),
         "clearly_negative_layers": int((layer_means < -2 * error).sum()),
         "clearly_positive_layers": int((layer_means > 2 * error).sum()),
@@ -234,8 +210,15 @@ def gaps(group: dict[int, list[np.ndarray]], other: dict[int, list[np.ndarray]])
         "thirds": rounded([_mean(part) for part in np.array_split(layer_means, 3)]),
         "by_layer": rounded(layer_means),
         "deviation_by_layer": rounded(spread),  # between prompts
-        "by_head": [rounded(heads) for heads in by_head],
+        "by_head": rounded(by_head),
     }
+
+
+def deviation(x: np.ndarray) -> tuple[float, float]:
+    """Of the known values their deviation and the error of their mean; NaN below two."""
+    known = x[np.isfinite(x)]
+    spread = float(known.std(ddof=1)) if len(known) > 1 else np.nan
+    return spread, spread / max(len(known), 1) ** 0.5
 
 
 def _mean(x: Any, axis: int | None = None) -> Any:
@@ -248,10 +231,9 @@ def _mean(x: Any, axis: int | None = None) -> Any:
 
 def rounded(x: Any) -> Any:
     """Six digits are more than a prompt's noise; what is not known is null."""
-    if isinstance(x, list | np.ndarray) and np.ndim(x):
+    if isinstance(x, list) or np.ndim(x):
         return [rounded(part) for part in x]
-    number = float(x)
-    return round(number, 6) if np.isfinite(number) else None
+    return round(float(x), 6) if np.isfinite(x) else None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -260,24 +242,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
-    model, tokenizer = load(arguments)
-    name = arguments.name or name_of(arguments.model)
+    result, model, tokenizer = begin("alignment", arguments)
     if arguments.untrained:
         model = untrained(model)
-    begin = time.perf_counter()
-    result: dict[str, Any] = {"kind": "alignment", **describe(model, name)}
-    if arguments.untrained:
         result["identity"] = asdict(Identity(**result["identity"]).varied("untrained"))
-        name = result["model"]["name"] = arguments.name or f"{name}, untrained"
+        result["model"]["name"] = arguments.name or f"{result['model']['name']}, untrained"
     path_of(result, arguments.out)
-    result |= measure(model, tokenizer, prompts, arguments.bos, progress)
-    result["settings"] = {
-        "variants": arguments.variants,
-        "sentences": arguments.sentences,
-        "bos": arguments.bos,
-        "untrained": arguments.untrained,
-    }
-    result["seconds"] = round(time.perf_counter() - begin, 1)
+    start = time.perf_counter()
+    result |= measure(model, tokenizer, prompts, arguments.bos)
+    settings = ("variants", "sentences", "bos", "untrained")
+    result["settings"] = {name: getattr(arguments, name) for name in settings}
+    result["seconds"] = round(time.perf_counter() - start, 1)
     finish(result, arguments.out, arguments.figures)
     show(result)
     return 0
@@ -303,66 +278,34 @@ def shown(value: float | None) -> str:
     return "–" if value is None else signed(value, 3)
 
 
-def isotropic(part: dict) -> str:
-    """The share of keys without structure; several where heads differ in size."""
-    shares = part["of_isotropic_keys"]
-    return ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
-
-
 def tables(found: Collection) -> list[Table]:
-    """The gap in the top 16 directions, the paper's models and every model measured here; and beside its controls."""
-    sources = found.of("analysis", "alignment")
-    if not sources:
-        return []
-    theirs, ours = [], []
+    """The gap in the top 16 directions, the paper's models and every model measured here; and what is asked for beside
+    what is planted, near or rare: is it more than rarity?"""
+    theirs, ours, controls = [], [], []
     for fact in (papers().facts["gap_qwen3"], papers().facts["gap_gated_deltanet"]):
         layers = f"{fact.layers} of {fact.layers}"
-        values = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
-        theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in values], "paper"))
-    for source in sources:
-        for point, content in source.content["points"].items():
-            part = content["top"]["16"]
-            row = part["unique"]
-            values = (
-                point,
-                isotropic(part),
-                shown(row["mean"]),
-                f"{row['negative_layers']} of {len(row['by_layer'])}",
-                ", ".join(shown(x) for x in row["thirds"]),
-                shown(part["needle"]["mean"]),
-            )
-            ours.append(analysis_row(source.title, [source], values))
-    head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
-    caption = "Gap of alignment: needle tokens that are unique, less the filler"
-    first = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
-    return [first, *control_table(sources)]
-
-
-def control_table(sources: Sequence[Source]) -> list[Table]:
-    """The gap of what is asked for beside that of what is planted, near or rare: is it more than rarity?"""
-    rows = []
-    for source in sources:
-        for point, content in source.content["points"].items():
-            # once where 16 directions are an eighth of all
-            for part in {tuple(part["directions"]): part for part in content["top"].values()}.values():
-                beyond = part.get("novel minus planted")
-                if beyond is None:
-                    continue
+        told = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
+        theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in told], "paper"))
+    sources = found.of("analysis", "alignment")
+    for source, point, tops_of in ((s, name, x["top"]) for s in sources for name, x in s.content["points"].items()):
+        part = tops_of["16"]
+        row, shares = part["unique"], part["of_isotropic_keys"]  # several where heads differ in size
+        isotropic = ", ".join(f"{share:.2f}" for share in (shares if isinstance(shares, list) else [shares]))
+        negative, thirds = f"{row['negative_layers']} of {len(row['by_layer'])}", ", ".join(map(shown, row["thirds"]))
+        values = (point, isotropic, shown(row["mean"]), negative, thirds, shown(part["needle"]["mean"]))
+        ours.append(analysis_row(source.title, [source], values))
+        for part in {tuple(part["directions"]): part for part in tops_of.values()}.values():  # 16 may be an eighth
+            if beyond := part.get("novel minus planted"):
                 error = "" if beyond["error_of_mean"] is None else f" ± {beyond['error_of_mean']:.3f}"
                 clear = f"{beyond['clearly_negative_layers']}, {beyond['clearly_positive_layers']}"
-                values = (
-                    point,
-                    str(part["directions"][0]),
-                    shown(part["novel"]["mean"]),
-                    shown(part["planted"]["mean"]),
-                    f"{shown(beyond['mean'])}{error}",
-                    f"{clear} of {len(beyond['by_layer'])}",
-                    shown(part["near"]["mean"]),
-                    shown(part["rare"]["mean"]),
-                )
-                rows.append(analysis_row(source.title, [source], values))
-    if not rows:
-        return []
+                novel, planted, near, rare = (shown(part[x]["mean"]) for x in ("novel", "planted", "near", "rare"))
+                difference, layers = shown(beyond["mean"]) + error, f"{clear} of {len(beyond['by_layer'])}"
+                of_part = (point, str(part["directions"][0]), novel, planted, difference, layers, near, rare)
+                controls.append(analysis_row(source.title, [source], of_part))
+    head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
+    caption = "Gap of alignment: needle tokens that are unique, less the filler"
+    gap = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
     head = ["model", "keys", "top", "new thing, asked for", "planted, not asked for", "difference",
             "layers where it is clearly below, above", "filler around the needle", "rare filler"]  # fmt: skip
-    return [Table("control", "Gap of alignment beside its controls", head, [Block("", rows)])]
+    control = Table("control", "Gap of alignment beside its controls", head, [Block("", controls)])
+    return [*([gap] if ours else []), *([control] if controls else [])]

@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.analysis.errors import AnalysisError
-from ccq.evaluate import position_limit
+from ccq.analysis import AnalysisError
 from ccq.mixers import Attention, Mamba2, QueryCleaner
 from ccq.mixers.attention import rotate
+from ccq.pretrained import most_tokens
 
 SEPARATE = ("k_proj", "key_proj", "wk", "key")  # the last only beside a "query": RWKV's is something else
 # fused projections, by where the keys are
@@ -164,8 +164,7 @@ def watch(
             for name, cleaner in cleaners:  # those of `ccq.attach` too, whatever the layer calls its projections
                 seen = functools.partial(_cleaned, layer_of(name), read)
                 stack.callback(cleaner.register_forward_hook(seen, with_kwargs=True).remove)
-            parents = {id(projection.parent): projection for projection in projections}
-            stack.enter_context(_attention_functions(parents, read))
+            stack.callback(_watch_attention({id(projection.parent): projection for projection in projections}, read))
         yield projections
 
 
@@ -186,15 +185,12 @@ def _turned(projection: Projection, read: Callable, mixer: Any, args: tuple, out
     read(Read(projection.layer, _one(q), _one(k)))
 
 
-@contextlib.contextmanager
-def _attention_functions(parents: dict[int, Projection], read: Callable) -> Iterator[None]:
-    """Watch the function that transformers' attention layers give q and k [1, H, T, K] to."""
+def _watch_attention(parents: dict[int, Projection], read: Callable) -> Callable[[], None]:
+    """Watch the function that transformers' attention layers give q and k [1, H, T, K] to; what ends that."""
     try:
-        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        interface: Any = importlib.import_module("transformers.modeling_utils").AttentionInterface
     except ModuleNotFoundError:  # then nothing here is made of its layers
-        yield
-        return
-    interface = modeling.AttentionInterface
+        return lambda: None
     look_up = interface.get_interface
 
     def watched_look_up(self, *args, **kwargs):
@@ -209,10 +205,7 @@ def _attention_functions(parents: dict[int, Projection], read: Callable) -> Iter
         return watched
 
     interface.get_interface = watched_look_up
-    try:
-        yield
-    finally:
-        interface.get_interface = look_up
+    return functools.partial(setattr, interface, "get_interface", look_up)
 
 
 def _one(x: Tensor) -> Tensor:
@@ -225,18 +218,11 @@ def _one(x: Tensor) -> Tensor:
 @torch.no_grad()
 def run(model: Any, ids: Any) -> None:
     """One prompt through the body of a model: no logits of the vocabulary, no cache."""
-    body, config = getattr(model, "base_model", model), text_config(model)
-    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
-    named = getattr(config, "max_position_embeddings", None)
-    limit = position_limit(config)
-    try:
-        if limit is not None and len(ids) > limit:  # on a GPU it would fail for good
-            raise IndexError
-        body(tokens, use_cache=False)
-    except IndexError as error:
-        if not isinstance(named, int) or len(ids) <= named:
-            raise
+    limit = most_tokens(model)
+    if limit is not None and len(ids) > limit:  # on a GPU it would fail for good
         raise AnalysisError(
-            f"a prompt has {len(ids)} tokens, and {type(model).__name__} has learned positions for {named}: it cannot "
+            f"a prompt has {len(ids)} tokens, and {type(model).__name__} has learned positions for {limit}: it cannot "
             "take more. Give fewer --sentences of filler"
-        ) from error
+        )
+    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+    getattr(model, "base_model", model)(tokens, use_cache=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from operator import attrgetter
 
-from ccq.evaluate.statistics import student
+from ccq.evaluate.statistics import grouped, student
 from ccq.report.claims import (
     FAILS,
     FEW,
@@ -30,6 +30,7 @@ from ccq.report.table import needle, plural, signed
 
 LEAST_GAP, LEAST_GATE = 0.01, 0.01  # a tenth of the paper's gap of alignment, and of what its gate opens further
 SWITCHED_FROM = 4096  # tokens from which the paper switches its cleaning off
+SUBJECT = attrgetter("subject")  # of an analysis: system and size, whatever the seed
 
 
 def alignment(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
@@ -83,14 +84,6 @@ def mean_interval(middle: float | None, error: float | None, count: int) -> Inte
     return middle - half, middle + half
 
 
-def by_model(sources: Sequence[Source]) -> dict[str, list[Source]]:
-    """Analyses of one system and size, whatever their seeds."""
-    groups: dict[str, list[Source]] = {}
-    for source in sources:
-        groups.setdefault(source.subject, []).append(source)
-    return groups
-
-
 def text_of_gate(source: Source) -> str:
     """What `ccq analyze gate` read as ordinary text."""
     text = (source.content.get("settings") or {}).get("text")
@@ -102,10 +95,8 @@ def gate(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
     if not sources:
         return Verdict(NOT_RUN, "`ccq analyze gate` was not run")
     parts, verdicts, needs = [], [], []
-    for label, mine in by_model(sources).items():
-        runs: dict[int | None, list[Source]] = {}  # a model that was analysed twice, or trained again, is one run
-        for source in mine:
-            runs.setdefault(source.seed, []).append(source)
+    for label, mine in grouped(sources, SUBJECT).items():
+        runs = grouped(mine, attrgetter("seed"))  # a model that was analysed twice, or trained again, is one run
         if len(runs) > 1:
             runs.pop(None, None)  # it may be any of them
         means = {
@@ -140,7 +131,7 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
         return Verdict(NOT_RUN, f"`ccq analyze intervene --off` was not run on {' and '.join(claim['tasks'])}")
     at_most = float(paper.facts[claim["at_most"]].value)
     parts, verdicts = [], []
-    for mine in by_model(list(changes)).values():
+    for mine in grouped(changes, SUBJECT).values():
         found_by_any = {name for source in mine for name in finds[source]}  # else nothing can be missed
         runs = [(s.seed, {name: x for name, x in changes[s].items() if name in found_by_any}) for s in mine]
         verdicts.append((len({s.seed for s in mine} - {None}), missed(runs, at_most)))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 from ccq.doctor import best_device
 from ccq.evaluate.results import identity_of
 from ccq.files import replaceable, write_atomically
@@ -20,31 +19,29 @@ from ccq.provenance import provenance
 
 def make_parser(kind: str, about: str | None, variants: int, nargs: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"ccq analyze {kind}", description=(about or "").splitlines()[0])
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs=nargs,
-        help="a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub",
-    )
-    parser.add_argument("--device", default=best_device(), help="(here: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--tokenizer", help="where MODEL has none")
-    parser.add_argument("--bos", action="store_true", help="put the token for the beginning of a text first")
-    parser.add_argument("--variants", type=int, default=variants, help="prompts of each of five kinds (%(default)s)")
-    parser.add_argument("--sentences", type=int, help="of filler in a prompt; by default all 120")
-    parser.add_argument("--name", help="what to call the model; by default as its file or folder")
-    parser.add_argument("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
+    add = parser.add_argument
+    models = "a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub"
+    add("model", metavar="MODEL", nargs=nargs, help=models)
+    add("--device", default=best_device(), help="(here: %(default)s)")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
+    add("--tokenizer", help="where MODEL has none")
+    add("--bos", action="store_true", help="put the token for the beginning of a text first")
+    add("--variants", type=int, default=variants, help="prompts of each of five kinds (%(default)s)")
+    add("--sentences", type=int, help="of filler in a prompt; by default all 120")
+    add("--name", help="what to call the model; by default as its file or folder")
+    add("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
     return parser
 
 
-def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """(model in eval mode on its device, its tokenizer)."""
+def begin(kind: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], Any, Any]:
+    """(how the result begins, the model in eval mode on its device, its tokenizer)."""
     dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     try:
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     except NoTokenizerError as error:
         raise AnalysisError(f"{error}: give one with --tokenizer") from error
-    return load_model(arguments.model, arguments.device, dtype), tokenizer
+    model = load_model(arguments.model, arguments.device, dtype)
+    return {"kind": kind, **describe(model, arguments.name or name_of(arguments.model))}, model, tokenizer
 
 
 def path_of(result: dict, out: Path) -> Path:
@@ -68,14 +65,9 @@ def finish(result: dict, out: Path, figures_in: Path | None = None) -> None:
 
 def describe(model: Any, name: str) -> dict:
     """What a result says of its model: what it is of, and what it is."""
-    parameters = list(model.parameters())
-    told = {
-        "name": name,
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "device": parameters[0].device.type,
-    }
+    first, size = next(model.parameters()), sum(p.numel() for p in model.parameters())
+    where = {"dtype": str(first.dtype).removeprefix("torch."), "device": first.device.type}
+    told = {"name": name, "class": type(model).__name__, "parameters": size, **where}
     return {"identity": identity_of(model, name), "model": told}
 
 
@@ -95,8 +87,3 @@ def write(path: Path, content: dict) -> None:
     text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     write_atomically(path, f"{text}\n".encode())
     print(f"Wrote {path}")
-
-
-def progress(done: int, total: int) -> None:
-    end = "\r" if sys.stderr.isatty() and done < total else "\n"
-    print(f"prompt {done}/{total}", end=end, file=sys.stderr, flush=True)

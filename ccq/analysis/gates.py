@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ccq.analysis import AnalysisError
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of, path_of
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis.command import begin, finish, make_parser, name_of, path_of
 from ccq.analysis.intervene import cleaners
-from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize
+from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize, with_bos
 from ccq.files import read_text, stored
 from ccq.systems import Identity
 from ccq.train.config import read
@@ -48,67 +48,40 @@ def measure(
         text: ordinary text, of which the first `length` tokens are read.
     """
     gates = cleaners(model)
-    sums: dict = defaultdict(lambda: defaultdict(float))  # [place][layer]: [H]
-    angles: dict = defaultdict(lambda: defaultdict(list))  # [place][layer]: degrees, one a token and head
-    numbers: dict = defaultdict(int)
+    ordinary = with_bos(list(tokenizer(text)["input_ids"])[:length], tokenizer, bos)
+    if not ordinary:
+        raise AnalysisError("text: expected some text, the tokenizer makes no token of it")
+    everything = [(np.array(ordinary), {"text": np.ones(len(ordinary), bool)})]
+    everything += [asked(prompt, tokenizer, bos) for prompt in prompts]
+    seen: dict = defaultdict(lambda: defaultdict(list))  # [place][layer]: of each prompt lam and angle [2, tokens, H]
     places: dict[str, np.ndarray] = {}
 
-    def read(read: Read) -> None:
-        if read.lam is not None:
-            assert read.cleaner is not None
-            assert read.cleaner.angle is not None
-            lam, angle = (x.double().cpu().numpy() for x in (read.lam, read.cleaner.angle[0]))
+    def look(read: Read) -> None:
+        if read.lam is not None and read.cleaner is not None and read.cleaner.angle is not None:
+            both = torch.stack([read.lam.double(), read.cleaner.angle[0].double()]).cpu().numpy()
             for place, mask in places.items():
-                sums[place][read.layer] += lam[mask].sum(0)
-                angles[place][read.layer] += angle[mask].ravel().tolist()
+                seen[place][read.layer].append(both[:, mask])
 
-    with watch(model, read=read), turning(gates):
-        for ids, masks in [ordinary(tokenizer, text, bos, length), *(asked(p, tokenizer, bos) for p in prompts)]:
-            places = masks
-            for place, mask in masks.items():
-                numbers[place] += int(mask.sum())
-            run(model, ids)
-    layers = sorted(sums["text"])
-    return {
-        "layers": layers,
-        "tokens": dict(numbers),
-        "lam": {place: [(sums[place][layer] / numbers[place]).tolist() for layer in layers] for place in PLACES},
-        "angle": {
-            place: dict(
-                zip(
-                    ("median", "high"),
-                    np.array([np.quantile(angles[place][layer], (0.5, 0.95)) for layer in layers]).T.round(4).tolist(),
-                    strict=True,
-                )
-            )
-            for place in PLACES
-        },
-        "of_bias": [
-            torch.sigmoid(gate.gate_bias.detach().double()).tolist() if gate.has_gate else None for gate in gates
-        ],
-        "gate_init": gates[0].gate_init if gates[0].has_gate else None,
-    }
-
-
-@contextlib.contextmanager
-def turning(gates: list) -> Iterator[None]:
-    """Have the cleaners keep by how much they turn each query."""
     for gate in gates:
         gate.record_angle = True
     try:
-        yield
+        with watch(model, read=look):
+            for ids, places in everything:  # noqa: B007  (`look` reads it)
+                run(model, ids)
     finally:
         for gate in gates:
             gate.record_angle, gate.angle = False, None
-
-
-def ordinary(tokenizer: Any, text: str, bos: bool, length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    ids = list(tokenizer(text)["input_ids"])[:length]
-    if bos and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [tokenizer.bos_token_id, *ids]
-    if not ids:
-        raise AnalysisError("text: expected some text, the tokenizer makes no token of it")
-    return np.array(ids), {"text": np.ones(len(ids), bool)}
+    layers = sorted(seen["text"])
+    result: dict[str, Any] = {"layers": layers, "tokens": {}, "lam": {}, "angle": {}}
+    for place in PLACES:
+        found = [np.concatenate(seen[place][layer], 1) for layer in layers]
+        median, high = np.array([np.quantile(angle, (0.5, 0.95)) for _, angle in found]).T.round(4).tolist()
+        result["tokens"][place] = found[0].shape[1]
+        result["lam"][place] = [lam.mean(0).tolist() for lam, _ in found]
+        result["angle"][place] = {"median": median, "high": high}
+    biases = [gate.gate_bias.detach().double() if gate.has_gate else None for gate in gates]
+    result["of_bias"] = [None if bias is None else torch.sigmoid(bias).tolist() for bias in biases]
+    return result | {"gate_init": gates[0].gate_init if gates[0].has_gate else None}
 
 
 def asked(prompt: Prompt, tokenizer: Any, bos: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -116,18 +89,11 @@ def asked(prompt: Prompt, tokenizer: Any, bos: bool) -> tuple[np.ndarray, dict[s
     tokens = tokenize(prompt, tokenizer, bos)
     answer = tokenizer(" " + prompt.answer, add_special_tokens=False)["input_ids"]
     ids = np.concatenate([tokens.ids, np.array(answer, dtype=np.int64)])
+    masks = {"filler": tokens.groups["distractor"], "needle": tokens.groups["needle"], "question": tokens.question}
+    places = {place: np.append(mask, np.zeros(len(answer), bool)) for place, mask in masks.items()}
     retrieval = np.zeros(len(ids), bool)
     retrieval[len(tokens.ids) - 1 : -1] = True
-
-    def before_answer(mask: np.ndarray) -> np.ndarray:
-        return np.concatenate([mask, np.zeros(len(answer), bool)])
-
-    return ids, {
-        "filler": before_answer(tokens.groups["distractor"]),
-        "needle": before_answer(tokens.groups["needle"]),
-        "question": before_answer(tokens.question) & ~retrieval,
-        "retrieval": retrieval,
-    }
+    return ids, places | {"question": places["question"] & ~retrieval, "retrieval": retrieval}
 
 
 def course(run_folder: Path) -> dict:
@@ -139,24 +105,19 @@ def course(run_folder: Path) -> dict:
     path = run_folder / "log.jsonl" if run_folder.is_dir() else run_folder
     if stored(path) is None:
         raise AnalysisError(f"{path} is not there: expected the folder of a run of `ccq train`, or its log")
-    steps, lam, alone = [], [], []
+    rows = []
     for line in read_text(path).splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        values = row.get("lam") if isinstance(row, dict) else None
-        if not values or not isinstance(row.get("step"), int):
-            continue
-        values = values if isinstance(values, list) else [values]
-        steps.append(row["step"])
-        lam.append(values)
-        alone.append(row.get("lam_of_decay_alone"))
-    if not steps:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    rows = [row for row in rows if row.get("lam") and "step" in row]
+    if not rows:
         raise AnalysisError(f"{path} has no lam in it: expected the log of a model with cleaning")
+    steps = [row["step"] for row in rows]
+    lam = [row["lam"] if isinstance(row["lam"], list) else [row["lam"]] for row in rows]
     if len({len(row) for row in lam}) > 1:
         raise AnalysisError(f"{path} has lam of {sorted({len(row) for row in lam})} layers: expected one number")
-    if any(x is None for x in alone):
+    alone = [row.get("lam_of_decay_alone") for row in rows]
+    if None in alone:
         alone = decay_alone(path.parent / "config.json", steps)
     return {"step": steps, "lam": lam, "decay_alone": alone}
 
@@ -181,27 +142,21 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.run is None:
         parser.error("expected a MODEL, or a run with --run, or both")
-    name = arguments.name or name_of(arguments.model or str(arguments.run))
-    result: dict[str, Any] = {"kind": "gate"}
-    if arguments.run is not None:
-        result["training"] = course(arguments.run)
+    training = {"training": course(arguments.run)} if arguments.run is not None else {}
     if arguments.model is not None:
         prompts = make_prompts(arguments.variants, arguments.sentences)
         text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
-        model, tokenizer = load(arguments)
-        result |= describe(model, name)
+        result, model, tokenizer = begin("gate", arguments)
         path_of(result, arguments.out)
         result |= measure(model, tokenizer, prompts, text, arguments.bos)
-        result["settings"] = {
-            "variants": arguments.variants,
-            "sentences": arguments.sentences,
-            "text": "filler" if arguments.text is None else arguments.text.name,
-        }
+        told = {"text": "filler" if arguments.text is None else arguments.text.name}
+        result["settings"] = {"variants": arguments.variants, "sentences": arguments.sentences} | told
     else:
         config = arguments.run / "config.json"  # the log by itself does not say what it is of
+        name = arguments.name or name_of(str(arguments.run))
         identity = read(config).identity if config.exists() else Identity(name)
-        result |= {"identity": asdict(identity), "model": {"name": name}}
-    finish(result, arguments.out)
+        result = {"kind": "gate", "identity": asdict(identity), "model": {"name": name}}
+    finish(result | training, arguments.out)
     if "lam" in result:
         for place in PLACES:
             lam = np.array(result["lam"][place])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ccq import tables as screen
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 from ccq.mixers import QueryCleaner
 from ccq.report.collect import Collection, Source
 from ccq.report.table import NOT_RUN, Block, Table, analysis_row, needle, number, tokens_label
@@ -96,9 +96,7 @@ def intervene(
 
 def main(argv: Sequence[str]) -> int:
     from ccq.analysis.command import describe, write
-    from ccq.evaluate import evaluate
-    from ccq.evaluate.command import load, make_parser, parse
-    from ccq.evaluate.errors import EvaluationError
+    from ccq.evaluate import load, make_parser, parse, run
     from ccq.files import replaceable
 
     parser = make_parser()
@@ -131,17 +129,12 @@ def main(argv: Sequence[str]) -> int:
         drawn = arguments.out / Intervention().name / "samples"
         if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
             shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
+        with intervene(model, change):
+            found = run(suites, model, tokenizer, options, f"{name}, lam {change.name}")
+        failed = failed or len(found) < len(suites)
         row = rows.setdefault(change.name, {"intervention": change.name, "suites": {}})
-        for suite in suites:
-            try:
-                with intervene(model, change):
-                    found = evaluate(model, tokenizer, suite.name, options, f"{name}, lam {change.name}")
-            except (EvaluationError, OSError) as error:
-                print(f"{change.name}: {suite.name}: {error}")
-                failed = True
-                continue
-            assert found is not None, "there is a result where no stage was asked for"
-            row["suites"][suite.name] = {key: score["value"] for key, score in found["scores"].items()}
+        for suite, result in found.items():
+            row["suites"][suite] = {x: score["value"] for x, score in result["scores"].items()}
     write(path, {**told, "rows": list(rows.values())})
     show(list(rows.values()))
     return int(failed)

@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ccq.analysis import AnalysisError
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import describe, finish, load, make_parser, name_of, path_of, progress
-from ccq.analysis.errors import AnalysisError
-from ccq.analysis.prompts import Prompt, Tokens, make_prompts, tokenize
+from ccq.analysis.command import begin, finish, make_parser, path_of
+from ccq.analysis.prompts import Prompt, Tokens, each, make_prompts
 from ccq.ops import correction
 from ccq.ops.clean.reference import STEPS
 from ccq.ops.precision import unit
@@ -35,7 +35,6 @@ from ccq.report.collect import Collection
 from ccq.report.results import mean
 from ccq.report.table import Block, Table, analysis_row
 
-MEASURES = ("mean", "best", "rank")
 READS = {"with": "scaled", "projected": "projected"}  # what results call a read, and its step
 
 
@@ -65,38 +64,28 @@ def margins(s: Float[Tensor, "H T"], needle: np.ndarray, distractor: np.ndarray)
 
 
 def measure(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    lam: float | None = None,
-    bos: bool = False,
-    tell: Any = None,
-) -> dict:
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], lam: float | None = None, bos: bool = False
+) -> dict[str, Any]:
     """Margins of each layer and head, means over the prompts; `lam` for a model that has none of its own."""
     found: dict[int, list[dict]] = {}
-    tokens: Tokens | None = None
+    tokens: Tokens
 
-    def read(read: Read) -> None:
-        assert tokens is not None
-        heads = read.q.shape[1]
-        own = None if read.lam is None else read.lam[-1]
-        if own is None and lam is None:
+    def look(read: Read) -> None:
+        if lam is not None:
+            used = torch.full(read.q.shape[1:2], float(lam), device=read.q.device)
+        elif read.lam is not None:
+            used = read.lam[-1]
+        else:
             raise AnalysisError("lam: the model has no cleaning; expected a lam to measure it with (--lam)")
-        used = own if lam is None else torch.full((heads,), float(lam), device=read.q.device)
-        assert used is not None
-        centred = read.cleaner.centred if read.cleaner is not None else True
         needle = tokens.groups["novel"] if tokens.groups["novel"].any() else tokens.groups["needle"]
         row = {"lam": used.double().cpu().numpy()}
-        for name, s in scores(read.q, read.k, used, centred).items():
+        for name, s in scores(read.q, read.k, used, read.cleaner is None or read.cleaner.centred).items():
             row |= {f"{name} {what}": x for what, x in margins(s, needle, tokens.groups["distractor"]).items()}
         found.setdefault(read.layer, []).append(row)
 
-    with watch(model, read=read):
-        for number, prompt in enumerate(prompts, 1):
-            tokens = tokenize(prompt, tokenizer, bos)
+    with watch(model, read=look):
+        for tokens in each(prompts, tokenizer, bos):
             run(model, tokens.ids)
-            if tell is not None:
-                tell(number, len(prompts))
     if not found:
         raise AnalysisError(
             f"{type(model).__name__}: its queries and keys could not be seen where they meet (its attention does not "
@@ -107,11 +96,10 @@ def measure(
         name: [np.mean([row[name] for row in found[layer]], 0).round(6).tolist() for layer in layers]
         for name in found[layers[0]][0]
     }
-    result = {"layers": layers, "prompts": len(prompts), "own_lam": lam is None}
+    result: dict[str, Any] = {"layers": layers, "prompts": len(prompts), "own_lam": lam is None}
     for name, prefix in (("with", ""), ("projected", "projected_")):
         for what, wider in (("mean", "wider_cells"), ("best", "wider_cells_best")):
-            pairs = zip(table[f"{name} {what}"], table[f"without {what}"], strict=True)
-            shift = [np.subtract(a, b) for a, b in pairs]
+            shift = list(map(np.subtract, table[f"{name} {what}"], table[f"without {what}"]))
             cells = np.concatenate(shift)
             result |= {"cells": len(cells), f"{prefix}{wider}": int((cells > 0).sum())}
             result[f"{prefix}shift_{what}"] = [row.round(6).tolist() for row in shift]
@@ -137,15 +125,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--lam: expected a number from 0 to 1, got {arguments.lam}")
     if (arguments.prompt is None) != (arguments.needle is None):
         parser.error("--prompt, --needle: expected both or none")
-    if arguments.prompt is None:
-        prompts = make_prompts(arguments.variants, arguments.sentences)
-    else:
-        prompts = [own_prompt(arguments.prompt, arguments.needle)]
-    model, tokenizer = load(arguments)
-    name = arguments.name or name_of(arguments.model)
-    result = {"kind": "margin", **describe(model, name), "lam": arguments.lam}
+    own = None if arguments.prompt is None else [own_prompt(arguments.prompt, arguments.needle)]
+    prompts = own or make_prompts(arguments.variants, arguments.sentences)
+    result, model, tokenizer = begin("margin", arguments)
     path_of(result, arguments.out)
-    result |= measure(model, tokenizer, prompts, arguments.lam, arguments.bos, progress)
+    result |= {"lam": arguments.lam, **measure(model, tokenizer, prompts, arguments.lam, arguments.bos)}
     finish(result, arguments.out)
     for step, prefix in (("the paper's", ""), ("the projected", "projected_")):
         print(

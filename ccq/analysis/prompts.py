@@ -10,14 +10,17 @@ T tokens of a prompt.
 
 from __future__ import annotations
 
+import itertools
+import sys
 import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 
 
 class Kind(NamedTuple):
@@ -25,11 +28,11 @@ class Kind(NamedTuple):
 
     needle: str
     question: str  # the prompt ends with it, and the thing follows
-    things: tuple[str, ...]
+    things: list[str]
 
 
-_TOLD = tomllib.loads(resources.files("ccq.analysis").joinpath("prompts.toml").read_text(encoding="utf-8"))
-KINDS = {name: Kind(kind["needle"], kind["question"], tuple(kind["things"])) for name, kind in _TOLD["kinds"].items()}
+_TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KINDS = {name: Kind(**kind) for name, kind in _TOLD["kinds"].items()}
 CARRIERS = _TOLD["carriers"]  # plain sentences that hold a planted thing
 PLANTED = 2  # in each prompt
 APART = 3  # sentences between needle and planted things
@@ -51,12 +54,10 @@ class Prompt:
 
 
 def filler() -> list[str]:
-    return resources.files("ccq.analysis").joinpath("filler.txt").read_text().splitlines()
+    return Path(__file__).with_name("filler.txt").read_text(encoding="utf-8").splitlines()
 
 
-def make_prompts(
-    variants: int = 4, sentences: int | None = None, kinds: tuple[str, ...] = tuple(KINDS)
-) -> list[Prompt]:
+def make_prompts(variants: int = 4, sentences: int | None = None) -> list[Prompt]:
     """`variants` prompts of each kind, each with `sentences` of filler (None: all there are).
 
     >>> len(make_prompts(3)), make_prompts(3, sentences=6)[0].answer
@@ -68,48 +69,36 @@ def make_prompts(
         raise AnalysisError(f"variants: expected {PLANTED + 1} to {MOST_VARIANTS} prompts of a kind, got {variants}")
     if not 2 * PLANTED <= count <= len(pool):
         raise AnalysisError(f"sentences: expected {2 * PLANTED} to {len(pool)} sentences of filler, got {sentences}")
-    prompts = []
-    for number in range(variants * len(KINDS)):
-        variant, which = divmod(number, len(KINDS))
+    prompts: list[Prompt] = []
+    for variant, kind in itertools.product(range(variants), KINDS):
+        number = len(prompts)
         start = number * len(pool) // (variants * len(KINDS))
         rotated = (pool[start:] + pool[:start])[:count]
-        prompts.append(make_prompt(list(KINDS)[which], variant, variants, rotated, number))
+        prompts.append(make_prompt(kind, variant, variants, rotated, number))
     return prompts
 
 
 def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], number: int) -> Prompt:
     """The needle in the middle of `sentences`, planted things around it."""
-    form = KINDS[kind]
-    count = len(sentences)
-    spans: dict[str, tuple[int, int]] = {}
+    form, middle, apart = KINDS[kind], len(sentences) // 2, min(APART, len(sentences) // 4)
+    holes = {middle: (form.needle, form.things[variant])}  # a sentence with a hole, and what stands in it
+    for i, place in enumerate((middle - apart, middle + apart)):
+        carrier = CARRIERS[(number * PLANTED + i) % len(CARRIERS)]
+        holes[place] = (carrier, form.things[(variant + 1 + i) % variants])
     text = ""
-
-    def add(sentence: str, name: str = "", thing: str = "") -> None:
-        nonlocal text
-        text += " " if text else ""
-        begin = len(text)
-        text += sentence.format(thing) if name else sentence
-        if name:
-            at = begin + sentence.index("{}")
-            spans[name] = (at, at + len(thing))
-            spans[name + " sentence"] = (begin, len(text))
-
-    middle, apart = count // 2, min(APART, count // 4)
-    holes = {middle: "novel", middle - apart: "planted 0", middle + apart: "planted 1"}
+    told, things = {}, {}  # [place]: where the sentence stands, and the thing in it
     for place, sentence in enumerate(sentences):
         if place in holes:
-            name = holes[place]
-            if name == "novel":
-                add(form.needle, name, form.things[variant])
-            else:
-                i = int(name.split()[1])
-                carrier = CARRIERS[(number * PLANTED + i) % len(CARRIERS)]
-                add(carrier, name, form.things[(variant + 1 + i) % variants])
-        add(sentence)
-    question = (len(text) + 1, len(text) + 1 + len(form.question))
-    text = f"{text} {form.question}"
-    planted = tuple(spans[f"planted {i}"] for i in range(PLANTED))
-    return Prompt(kind, text, form.things[variant], spans["novel sentence"], spans["novel"], planted, question)
+            carrier, thing = holes[place]
+            begin = len(text) + carrier.index("{}")
+            told[place] = (len(text), len(text) + len(carrier.format(thing)))
+            things[place] = (begin, begin + len(thing))
+            text += f"{carrier.format(thing)} "
+        text += f"{sentence} "
+    question = (len(text), len(text) + len(form.question))
+    planted = (things[middle - apart], things[middle + apart])
+    answer = form.things[variant]
+    return Prompt(kind, text + form.question, answer, told[middle], things[middle], planted, question)
 
 
 RARE = 2  # a token that a prompt has at most so often counts as unique
@@ -135,18 +124,29 @@ class Tokens:
     question: np.ndarray = field(repr=False)  # [T] bool
 
 
+def with_bos(ids: list[int], tokenizer: Any, bos: bool) -> list[int]:
+    """With `bos` the tokenizer's first token stands there, also where it does not put it by itself."""
+    if bos and tokenizer.bos_token_id is None:
+        raise AnalysisError("bos: the tokenizer has no token for the beginning of a text")
+    return [tokenizer.bos_token_id, *ids] if bos and ids[:1] != [tokenizer.bos_token_id] else ids
+
+
+def each(prompts: Sequence[Prompt], tokenizer: Any, bos: bool = False) -> Iterator[Tokens]:
+    """The tokens of one prompt after the other; stderr says how many are done."""
+    for done, prompt in enumerate(prompts, 1):
+        yield tokenize(prompt, tokenizer, bos)
+        end = "\r" if sys.stderr.isatty() and done < len(prompts) else "\n"
+        print(f"prompt {done}/{len(prompts)}", end=end, file=sys.stderr, flush=True)
+
+
 def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
-    """Tokens of a prompt; `bos` puts the tokenizer's first token there where it does not do so by itself."""
+    """Tokens of a prompt, and which of them belong where."""
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         what = "none" if tokenizer is None else type(tokenizer).__name__
         raise AnalysisError(f"tokenizer: expected a fast one, which knows where its tokens stand in a text; got {what}")
     encoded = tokenizer(prompt.text, return_offsets_mapping=True)
-    ids, offsets = list(encoded["input_ids"]), [tuple(x) for x in encoded["offset_mapping"]]
-    if bos and tokenizer.bos_token_id is None:
-        raise AnalysisError("bos: the tokenizer has no token for the beginning of a text")
-    if bos and ids[:1] != [tokenizer.bos_token_id]:
-        ids, offsets = [tokenizer.bos_token_id, *ids], [(0, 0), *offsets]
-    tokens = np.array(ids, dtype=np.int64)
+    tokens = np.array(with_bos(list(encoded["input_ids"]), tokenizer, bos), dtype=np.int64)
+    offsets = [(0, 0)] * (len(tokens) - len(encoded["input_ids"])) + list(encoded["offset_mapping"])
     begin, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     real = end > begin  # special tokens stand nowhere in the text
 

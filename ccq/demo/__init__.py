@@ -15,18 +15,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ccq import tables
+from ccq import shipped, tables
+from ccq.cli import COMMANDS
 from ccq.doctor import best_device, check_device
 from ccq.files import write_json
 from ccq.names import duration
@@ -57,7 +59,7 @@ class Settings:
     sentences: int | None = None  # of filler in a prompt
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
     """One part: where it writes, what decides its result, and the files that it leaves."""
 
@@ -68,41 +70,31 @@ class Step:
     decides: dict[str, Any]
     leaves: tuple[str, ...]
 
+    def entry(self, finished: bool) -> dict[str, Any]:
+        """What OUT/demo.json says of it; tuples as lists, as a file has them."""
+        return json.loads(json.dumps({"decides": self.decides, "finished": finished, "format": FORMAT}))
 
-@dataclass
-class Record:
-    """OUT/demo.json: {folder: {"decides": ..., "finished": ...}}."""
+    def finished(self, out: Path, record: dict[str, Any]) -> bool:
+        there = all((out / self.folder / name).exists() for name in self.leaves)
+        return there and record.get(self.folder) == self.entry(True) and damaged(out / self.folder) is None
 
-    path: Path
-    steps: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> Record:
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return cls(path, dict(json.loads(path.read_text())["steps"]))
-        return cls(path)
+def read_record(out: Path) -> dict[str, Any]:
+    """{folder: the `entry` of its step} of OUT/demo.json."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return dict(read(out / STATE)["steps"])
+    return {}
 
-    def note(self, step: Step, finished: bool) -> None:
-        self.steps[step.folder] = {"decides": step.decides, "finished": finished, "format": FORMAT}
-        write_json(self.path, {"steps": self.steps})
 
-    def finished(self, step: Step) -> bool:
-        folder = self.path.parent / step.folder
-        there = all((folder / name).exists() for name in step.leaves) and damaged(folder) is None
-        return there and not self.differs(step) and self.steps.get(step.folder, {}).get("finished") is True
-
-    def differs(self, step: Step) -> bool:
-        """Whether what lies there was begun with other settings, or by an older version."""
-        told = self.steps.get(step.folder)
-        now = (json.loads(json.dumps(step.decides)), FORMAT)  # tuples as lists, as a file has them
-        return told is not None and (told.get("decides"), told.get("format")) != now
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def damaged(folder: Path) -> Path | None:
     """The first JSON file of a step that cannot be read."""
     for path in sorted(folder.rglob("*.json")):
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read(path)
         except ValueError:
             return path
     return None
@@ -115,30 +107,26 @@ def label(system: str) -> str:
 
 def plan(settings: Settings) -> list[Step]:
     """The steps in their order. Only models that ship are asked."""
-    from ccq import shipped
-
     made: tuple[str, ...] = ("scores.json", "scores.png", "scores.svg")
     title = "A needle among distractors: one read, constructed"
     steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed, "steps": 2}, made)]
     for system in settings.systems:
         title = f"{label(system)} learns recall: {settings.steps} steps, then a test"
-        decides = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}
+        decides: dict[str, Any] = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}
         made = ("config.json", "log.jsonl", "eval/mqar.json")
         steps.append(Step(recipe_name(system, "tiny"), title, 15, recall, decides, made))
-    ship = [name for name in TRIO if name in shipped.names()]
-    for name in ship:
+    needles = [settings.needle_lengths, settings.needle_samples, settings.answer_tokens]
+    weights = {}
+    for name in (name for name in TRIO if name in shipped.names()):
         shipped.verify(shipped.root() / name)
         files = shipped.manifest(shipped.root() / name)["files"]
+        weights[name] = files.get("model.safetensors", {}).get("sha256")
         title = f"{name}, trained on text: needles, and perplexity by length"
-        decides = {
-            "weights": files.get("model.safetensors", {}).get("sha256"),
-            "needles": [settings.needle_lengths, settings.needle_samples, settings.answer_tokens],
-            "lengths": [settings.lengths, settings.tokens],
-        }
+        decides = {"weights": weights[name], "needles": needles, "lengths": [settings.lengths, settings.tokens]}
         steps.append(Step(name, title, 30, try_model, decides, ("niah.json", "length.json")))
-    if "ccq-gla-pico" in ship:
+    if "ccq-gla-pico" in weights:
         title = "ccq-gla-pico: do needle keys lie off the directions of most variance?"
-        decides = {"weights": steps[-1].decides["weights"], "prompts": [settings.variants, settings.sentences]}
+        decides = {"weights": weights["ccq-gla-pico"], "prompts": [settings.variants, settings.sentences]}
         made = ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png")
         steps.append(Step("alignment", title, 8, alignment, decides, made))
     return steps
@@ -153,73 +141,66 @@ def three_regimes(settings: Settings, out: Path, device: str) -> None:
     regimes.write(out, settings.seed)
 
 
-def recall_config(settings: Settings, name: str, device: str) -> Any:
-    """The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps,
-    so that recall is learned in half a minute."""
-    from ccq.recipes import recipe
-
-    config = recipe(name)
-    config.model.conv_size, config.model.num_hidden_layers = 4, 1
-    config.steps, config.seed = settings.steps, settings.seed
-    config.optimizer.warmup = min(20, settings.steps)
-    config.runtime.device, config.runtime.tensorboard, config.runtime.log_every = device, False, 25
-    config.runtime.checkpoint_every = config.runtime.validate_every = max(1, settings.steps // 5)
-    return config
-
-
 def recall(settings: Settings, run: Path, device: str) -> None:
-    """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there."""
-    from ccq.evaluate import Options, evaluate
-    from ccq.train.export import load_weights
-    from ccq.train.loop import train
+    """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there.
 
-    config = recall_config(settings, run.name, device)
-    with one_thread(device):
-        code = train(config, run)
-        if code:
-            raise Stopped(code)
-        model, _ = load_weights(run)
-        options = Options(out=run / "eval", slices=settings.recall, seed=settings.seed)
-        with quietly(settings):
-            evaluate(model.to(device), None, "mqar", options, run.name)
+    The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps, so
+    that recall is learned in half a minute.
+    """
+    import torch
+
+    every, threads = max(1, settings.steps // 5), torch.get_num_threads()
+    train = (
+        f"--model.conv-size 4 --model.num-hidden-layers 1 --steps {settings.steps} --seed {settings.seed} "
+        f"--optimizer.warmup {min(20, settings.steps)} --runtime.device {device} --runtime.no-tensorboard "
+        f"--runtime.log-every 25 --runtime.checkpoint-every {every} --runtime.validate-every {every}"
+    )
+    slices = commas("x".join(map(str, part)) for part in settings.recall)
+    test = f"--suite mqar --slices {slices} --seed {settings.seed} --device {device} --dtype float32"
+    if device == "cpu":
+        torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
+    try:
+        command(settings, f"train {run.name} {train}", "--run-dir", run)
+        command(settings, f"eval {test}", run, "--out", run / "eval")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def try_model(settings: Settings, out: Path, device: str) -> None:
     """The shipped model that the folder is called after, on needles and on the book."""
-    import ccq
-    from ccq import shipped
-    from ccq.evaluate import Options, evaluate
-
-    dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    with quietly(settings):
-        model, tokenizer = ccq.load(str(shipped.root() / out.name), device=device, dtype=dtype)
-        needles = Options(
-            out=out,
-            tasks=("niah_single_1", "niah_book"),
-            sizing="full",  # RULER's steps of 500 words exceed the shortest
-            lengths=settings.needle_lengths,
-            limit=settings.needle_samples,
-            answer_tokens=settings.answer_tokens,
-            keys="odd",
-        )
-        evaluate(model, tokenizer, "niah", needles, out.name)
-        lengths = Options(out=out, tasks=("book",), lengths=settings.lengths, tokens=settings.tokens)
-        evaluate(model, tokenizer, "length", lengths, out.name)
+    needles = (  # RULER's steps of 500 words exceed the shortest
+        f"niah --tasks niah_single_1,niah_book --keys odd --sizing full --lengths {commas(settings.needle_lengths)} "
+        f"--limit {settings.needle_samples} --answer-tokens {settings.answer_tokens}"
+    )
+    lengths = f"length --tasks book --lengths {commas(settings.lengths)} --tokens {settings.tokens}"
+    for suite in (needles, lengths):
+        command(settings, f"eval --device {device} --suite {suite}", shipped.root() / out.name, "--out", out)
 
 
 def alignment(settings: Settings, out: Path, device: str) -> None:
-    from ccq import shipped
-    from ccq.analysis import alignment as analysis
+    some = "" if settings.sentences is None else f"--sentences {settings.sentences}"
+    words = f"analyze alignment --device {device} --variants {settings.variants} {some}"
+    command(settings, words, shipped.root() / "ccq-gla-pico", "--out", out)
 
-    arguments = [str(shipped.root() / "ccq-gla-pico"), "--device", device, "--variants", str(settings.variants)]
-    if settings.sentences is not None:
-        arguments += ["--sentences", str(settings.sentences)]
-    with quietly(settings):
-        analysis.main([*arguments, "--out", str(out)])
+
+def commas(values: Iterable[object]) -> str:
+    return ",".join(map(str, values))
+
+
+def command(settings: Settings, words: str, *paths: str | Path) -> None:
+    """A command of `ccq` in this process; what it prints goes to the log, but for training. Progress is on stderr."""
+    name, *arguments = [*words.split(), *map(str, paths)]
+    module, _, main = COMMANDS[name][0].partition(":")
+    with contextlib.ExitStack() as quiet:
+        if name != "train":
+            log = quiet.enter_context((settings.out / LOG).open("a", encoding="utf-8"))
+            quiet.enter_context(contextlib.redirect_stdout(log))
+        if code := getattr(importlib.import_module(module), main)(arguments):
+            raise Stopped(code)
 
 
 class Stopped(Exception):
-    """A signal ended the training; its argument is the exit code."""
+    """A signal ended the training, or a command failed and said why; its argument is the exit code."""
 
 
 @contextlib.contextmanager
@@ -231,38 +212,11 @@ def interruptions() -> Iterator[list[int]]:
         got.append(number)
         signal.default_int_handler(number, frame)
 
-    before = None
-    with contextlib.suppress(ValueError):  # not in the main thread
-        before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield got
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def one_thread(device: str) -> Iterator[None]:
-    """Tiny tensors: on a CPU a second thread costs more than it gives."""
-    import torch
-
-    before = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def quietly(settings: Settings) -> Iterator[None]:
-    """What a part prints goes to the log; its progress, on stderr, stays."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    with (settings.out / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        yield
+        signal.signal(signal.SIGINT, before)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -279,33 +233,33 @@ def run(settings: Settings, fresh: bool = False) -> int:
     out, begin = settings.out, time.perf_counter()
     steps = plan(settings)
     with folder.locked(out), interruptions() as got:
-        record = Record.read(out / STATE)
+        record = read_record(out)
         if fresh:
-            for name in [*record.steps, "report", STATE, LOG]:  # what this wrote, and nothing else
+            for name in [*record, "report", STATE, LOG]:  # what this wrote, and nothing else
                 remove(out / name)
-            record = Record(out / STATE)
+            record = {}
         device = settings.device or best_device()
-        console.print(where_it_runs(device))
-        left = sum(step.seconds for step in steps if not record.finished(step))
+        say(where_it_runs(device))
+        left = sum(step.seconds for step in steps if not step.finished(out, record))
         if not any(step.folder in TRIO for step in steps):
-            console.print(
-                "The trained trio does not ship with this version: needles, lengths and alignment are left out."
-            )
+            say("The trained trio does not ship with this version: needles, lengths and alignment are left out.")
         for number, step in enumerate(steps, 1):
             head = f"[{number}/{len(steps) + 1}] {step.title}"
-            if record.finished(step):
+            if step.finished(out, record):
                 say(f"{head}: finished before", style="dim")
                 continue
             so_far, to_go = duration(time.perf_counter() - begin), duration(max(0, left))
             say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
-            wrong = damaged(out / step.folder)
-            if wrong is not None:
+            if wrong := damaged(out / step.folder):
                 say(f"{wrong} is damaged: this part is made anew")
-            if wrong is not None or record.differs(step):
-                remove(settings.out / step.folder)  # before the record says that what lies there is this step's
-            record.note(step, finished=False)
+            as_now = record.get(step.folder) in (None, step.entry(False), step.entry(True))
+            if wrong or not as_now:  # begun with other settings, or by an older version
+                remove(out / step.folder)  # before the record says that what lies there is this step's
+            record[step.folder] = step.entry(finished=False)
+            write_json(out / STATE, {"steps": record})
             step.make(settings, out / step.folder, device)
-            record.note(step, finished=True)
+            record[step.folder] = step.entry(finished=True)
+            write_json(out / STATE, {"steps": record})
             if got:
                 raise KeyboardInterrupt
             left -= step.seconds
@@ -313,7 +267,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         page = write_report(settings, steps)
         show(settings, steps, console)
     say(f"\nThe page: {page.resolve()}")
-    console.print(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.", markup=False)
+    say(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.")
     return 0
 
 
@@ -342,23 +296,21 @@ def write_report(settings: Settings, steps: list[Step]) -> Path:
 
 def notes(settings: Settings, steps: list[Step]) -> list[str]:
     """What to know of the models before their numbers are compared."""
-    from ccq import shipped
-
     ship = [step.folder for step in steps if step.folder in TRIO]
     said = []
     if any(step.folder.endswith("_tiny") for step in steps):
         said.append("The models trained here have one layer and a convolution over 4 tokens; the paper's GLA has none.")
     for name in ship[:1]:  # they are trained alike
         with contextlib.suppress(FileNotFoundError):
-            told = json.loads((shipped.root() / name / "results.json").read_text(encoding="utf-8"))
+            told = read(shipped.root() / name / "results.json")
             share = told["data"]["needle_tokens"] / told["data"]["tokens"]
             said.append(
                 f"The models that ship were trained on windows of {told['window']:,} tokens of text, {share:.0%} of it "
                 "documents with needles: they know the task."
                 + (f" They have a convolution over {told['conv_size']} tokens too." if told["conv_size"] else "")
             )
-    scores = {name: json.loads((settings.out / name / "niah.json").read_text())["scores"].values() for name in ship}
-    none = [name for name in ship if not any(score["value"] for score in scores[name])]
+    found = {name: read(settings.out / name / "niah.json")["scores"].values() for name in ship}
+    none = [name for name in ship if not any(score["value"] for score in found[name])]
     if none and len(none) < len(ship):
         said.append(
             f"{' and '.join(none)} found no needle at all: {'it' if len(none) == 1 else 'they'} did not learn to "
@@ -370,17 +322,13 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
 
 def show(settings: Settings, steps: list[Step], console: Any) -> None:
     """The numbers in short, and what may be concluded from them."""
-    from ccq.shipped import book
-
-    def scores(folder: str, file: str) -> dict:
-        return json.loads((settings.out / folder / file).read_text())["scores"]
 
     def table(title: str, of: dict[str, str], file: str, columns: dict[str, str], digits: int = 1) -> None:
         """Rows are folders and the system in each, columns names of scores and their headings."""
-        rows = [
-            (label(system), *(f"{found[name]['value']:.{digits}f}" for name in columns))
-            for system, found in ((system, scores(folder, file)) for folder, system in of.items())
-        ]
+        rows = []
+        for folder, system in of.items():
+            found = read(settings.out / folder / file)["scores"]
+            rows.append((label(system), *(f"{found[name]['value']:.{digits}f}" for name in columns)))
         tables.show(("", *columns.values()), rows, title)
 
     trained = {recipe_name(system, "tiny"): system for system in settings.systems}
@@ -392,13 +340,13 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         columns = {f"{task}/{n}": f"{what}\n{n:,}" for task, what in tasks.items() for n in settings.needle_lengths}
         title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
         table(title, ship, "niah.json", columns, digits=0)
-        there, told = scores(next(iter(ship)), "length.json"), book()
+        there, told = read(settings.out / next(iter(ship)) / "length.json")["scores"], shipped.book()
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
         title = f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens"
         table(title, ship, "length.json", columns)
     if any(step.folder == "alignment" for step in steps):
-        path = settings.out / "alignment" / "alignment_ccq_gla_pico.json"
-        gaps = json.loads(path.read_text())["points"]["projection"]["top"]["16"]
+        told = read(settings.out / "alignment" / "alignment_ccq_gla_pico.json")
+        gaps = told["points"]["projection"]["top"]["16"]
         gap, control = gaps["unique"], gaps["planted"]["mean"]
         if gap["mean"] is not None and control is not None:
             console.print(

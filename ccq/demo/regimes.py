@@ -17,7 +17,6 @@ R regimes, T stored keys, L values of lam, K key size.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from torch.nn.functional import normalize
 
 import ccq
 from ccq import tables
+from ccq.files import write_json
 
 T, K = 512, 64
 NEEDLE = 170  # where the needle is stored
@@ -99,70 +99,57 @@ def as_dict(results: dict[str, Result], seed: int, backend: str) -> dict:
     def numbers(x: Tensor) -> list:
         return [round(v, 6) for v in x.tolist()]
 
-    result, projected = results["scaled"], results["projected"]
-    return {
-        "ccq": ccq.__version__,
-        "seed": seed,
-        "backend": backend,
-        "tokens": T,
-        "key_size": K,
-        "needle": NEEDLE,
-        "lam": LAM,
-        "regimes": {
-            name: {
-                "title": title,
-                "margin": numbers(result.margin[r]),
-                "rank": result.rank[r].tolist(),
-                "spectrum": numbers(result.spectrum[r, :8]),
-                "scores_before": numbers(result.scores[r, 0]),
-                "scores_after": numbers(result.scores[r, -1]),
-                "projected": {"margin": numbers(projected.margin[r]), "rank": projected.rank[r].tolist()},
-            }
-            for r, (name, title) in enumerate(REGIMES.items())
-        },
-    }
+    def margins(step: str, r: int) -> dict:
+        return {"margin": numbers(results[step].margin[r]), "rank": results[step].rank[r].tolist()}
+
+    made = {"ccq": ccq.__version__, "seed": seed, "backend": backend}
+    memory = {"tokens": T, "key_size": K, "needle": NEEDLE, "lam": LAM}
+    regimes = {}
+    for r, (name, title) in enumerate(REGIMES.items()):
+        scores, spectrum = results["scaled"].scores[r], results["scaled"].spectrum[r, :8]
+        regimes[name] = {"title": title, **margins("scaled", r), "spectrum": numbers(spectrum)}
+        regimes[name] |= {"scores_before": numbers(scores[0]), "scores_after": numbers(scores[-1])}
+        regimes[name]["projected"] = margins("projected", r)
+    return {**made, **memory, "regimes": regimes}
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
     """scores.png and scores.svg: a row a regime, before, after the paper's step, and the margin against lam."""
     import matplotlib
-    from matplotlib.figure import Figure  # not pyplot: no display is looked for
+    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    grey, blue, red = "#9a9a9a", "#0072B2", "#D55E00"  # Okabe and Ito's: told apart by all eyes
-    style: dict = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "ccq"}
-    result, position = results["scaled"], torch.arange(1, T + 1)
-    others = position != NEEDLE + 1
-    with matplotlib.rc_context(style):
+    from ccq.figures import BLUE, DPI, GREY, INK, RED, STYLE
+
+    result, place = results["scaled"], torch.arange(1, T + 1)
+    others = place != NEEDLE + 1
+    plain = {"axes.grid": False, "axes.titlesize": 9, "axes.titleweight": "normal", "svg.fonttype": "path"}
+    with matplotlib.rc_context(STYLE | plain):
         figure = Figure(figsize=(10, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.08))
         panels = figure.subplots(len(REGIMES), 3, sharex="col", sharey="col", width_ratios=(1.25, 1.25, 1))
-        for r, title in enumerate(REGIMES.values()):
-            before, after, curve = panels[r]
-            before.annotate(
-                title, (0, 1), (-38, 24), "axes fraction", "offset points", fontsize=10.5, fontweight="bold"
-            )
+        for (before, after, curve), r, title in zip(panels, range(len(REGIMES)), REGIMES.values(), strict=True):
+            before.annotate(title, (0, 1), (-38, 24), "axes fraction", "offset points", size=10.5, weight="bold")
             for axes, at, name in ((before, 0, "before (lam = 0)"), (after, -1, "cleaned (lam = 1)")):
                 scores = result.scores[r, at]
-                axes.axhline(scores[others].max(), color=blue, lw=1, ls="--", zorder=1, label="best distractor")
-                axes.scatter(position[others], scores[others], s=7, color=grey, lw=0, zorder=2, label="stored key")
+                axes.axhline(scores[others].max(), color=BLUE, lw=1, ls="--", zorder=1, label="best distractor")
+                axes.scatter(place[others], scores[others], s=7, color=GREY, lw=0, zorder=2, label="stored key")
                 axes.scatter(
-                    position[~others], scores[~others], s=110, marker="*", color=red, lw=0, zorder=3, label="needle"
+                    place[~others], scores[~others], s=110, marker="*", color=RED, lw=0, zorder=3, label="needle"
                 )
-                axes.set_title(f"{name}: needle ranks {int(result.rank[r, at])} of {T}", fontsize=9)
+                axes.set_title(f"{name}: needle ranks {int(result.rank[r, at])} of {T}")
                 axes.set(xlim=(0, T + 1), ylim=(-1.05, 1.15), ylabel="score k . q_clean")
-            curve.axhline(0, color="black", lw=0.8)
-            curve.plot(LAM, result.margin[r], color=blue, lw=1.8, label="the paper's step")
-            curve.plot(LAM, results["projected"].margin[r], color=red, lw=1.8, ls="--", label="projected")
-            curve.set_title("needle minus best distractor", fontsize=9)
+            curve.axhline(0, color=INK, lw=0.8)
+            curve.plot(LAM, result.margin[r], color=BLUE, lw=1.8, label="the paper's step")
+            curve.plot(LAM, results["projected"].margin[r], color=RED, lw=1.8, ls="--", label="projected")
+            curve.set_title("needle minus best distractor")
             curve.set(xlim=(0, 1), ylabel="margin")
-        for axes, label in zip(
-            panels[-1], ("position of the stored key", "position of the stored key", "lam"), strict=True
-        ):
+        where = "position of the stored key"
+        for axes, label in zip(panels[-1], (where, where, "lam"), strict=True):
             axes.set_xlabel(label)
-        panels[0, 2].legend(frameon=False)
+        panels[0, 2].legend()
         handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3, frameon=False)
-        figure.savefig(folder / "scores.png", dpi=160)
+        figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3)
+        figure.savefig(folder / "scores.png", dpi=DPI)
         figure.savefig(folder / "scores.svg", metadata={"Date": None})
 
 
@@ -203,5 +190,5 @@ def write(out: Path, seed: int) -> None:
     results = {step: clean(memory, step) for step in STEPS}
     out.mkdir(parents=True, exist_ok=True)
     draw(results, out)
-    (out / "scores.json").write_text(json.dumps(as_dict(results, seed, backend), indent=1) + "\n")
+    write_json(out / "scores.json", as_dict(results, seed, backend))
     show(results, backend)

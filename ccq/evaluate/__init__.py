@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+import textwrap
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import RequestSet
-from ccq.evaluate.results import (
-    Responses,
-    identity_of,
-    lam_changed,
-    model_hash,
-    progress,
-    read_result,
-    tokenizer_hash,
-    write_rows,
-)
-from ccq.evaluate.suite import Options, Suite, named, suites
+from ccq.doctor import best_device
+from ccq.evaluate import results
+from ccq.evaluate.requests import EvaluationError, Request, RequestSet
+from ccq.evaluate.results import Responses, tokenizer_hash
+from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers, suites
 from ccq.files import finite, write_json
+from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
 from ccq.systems import Identity
 
 __all__ = ["ContextWarning", "EvaluationError", "Options", "Suite", "evaluate", "suites"]
+
+STAGES = ("requests", "score", "metrics")
 
 
 class ContextWarning(UserWarning):
@@ -42,93 +41,97 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         name: what the result calls the model.
         config: of the model, for a stage without it.
     """
-    its = named(suite)
+    its, stage = named(suite), options.stage
     its.check(options)
     if its.as_trained is not None:
         options = its.as_trained(options, config or getattr(model, "config", None))
-    if tokenizer is None and its.text and options.stage != "score":
+    if tokenizer is None and its.text and stage != "score":
         raise EvaluationError(f"the suite {suite} needs a tokenizer, and {name} has none: give one with --tokenizer")
-    out, requests = options.out, options.out / "requests" / f"{suite}.npz"
-    answers_path = out / "responses" / f"{suite}.jsonl"
-    asked = None
-    if options.stage in ("all", "requests"):
+    result_path, requests = options.out / f"{suite}.json", options.out / "requests" / f"{suite}.npz"
+    answers_path = options.out / "responses" / f"{suite}.jsonl"
+    if stage in ("all", "requests"):
         asked = its.build(options, tokenizer)
         asked.settings |= {"tokenizer_hash": tokenizer_hash(tokenizer), "limit": options.limit}
-        asked.origin = provenance() if options.stage == "requests" else None
-        if options.stage == "requests":
-            asked.save(requests)
         print(f"{suite}: {len(asked.requests)} requests, {sum(r.length for r in asked.requests):,} tokens")
-        if options.stage == "requests":
-            print(f"Wrote {requests}")
-            return None
-    asked = asked or RequestSet.load(requests)
+    else:
+        asked = RequestSet.load(requests)
+    if stage == "requests":
+        asked.origin = provenance()
+        asked.save(requests)
+        print(f"Wrote {requests}")
+        return None
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
         raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
-    done = read_result(out, suite)
-    if options.again:
-        done = None
-    if options.stage == "metrics":
+    found = results.read_result(options.out, suite)
+    done = None if options.again else found
+    if stage == "metrics":
         if not answers_path.exists():
             raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
         responses = Responses(answers_path, {})
-        check_replaced(done, asked, responses, out)
-    else:
-        check_vocabulary(model, asked)
-        check_positions(model, asked)
-        if options.again:  # only now: what is finished stays where the new run cannot begin
-            answers_path.unlink(missing_ok=True)
-            (out / f"{suite}.json").unlink(missing_ok=True)
-        identity: dict[str, Any] = {
-            "model_hash": model_hash(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "lam": lam_changed(model),
-        }
-        if (
-            done
-            and done["finished"]
-            and done["samples"]["hash"] == asked.hash()
-            and done["limit"] == asked.settings["limit"]
-            and done["model"]["hash"] == identity["model_hash"]
-            and done["model"].get("lam", identity["lam"]) == identity["lam"]
-        ):
-            print(f"{suite}: finished already, {out / (suite + '.json')}; --again runs it again")
-            return done
-        size = sum(p.numel() for p in model.parameters())
-        identity |= {"model": name, "class": type(model).__name__, "parameters": size, "of": identity_of(model, name)}
-        if options.stage == "score":
-            identity["origin"] = provenance()
-        responses = Responses(answers_path, identity)
-        check_replaced(done, asked, responses, out)
-        if options.stage == "all":
-            asked.save(requests)
-        ask(model, asked, responses, options, suite)
-        if options.stage == "score":
-            print(f"Wrote {answers_path}")
-            return None
+        check_replaced(done, asked, responses, options.out)
+        return finish(its, asked, responses, options, tokenizer, name)
+    check_fits(model, asked)
+    if options.again:  # only now: what is finished stays where the new run cannot begin
+        answers_path.unlink(missing_ok=True)
+        result_path.unlink(missing_ok=True)
+    identity: dict[str, Any] = {
+        "model_hash": results.model_hash(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "lam": results.lam_changed(model),
+    }
+    if (
+        done
+        and done["samples"]["hash"] == asked.hash()
+        and done["limit"] == asked.settings["limit"]
+        and done["model"]["hash"] == identity["model_hash"]
+        and done["model"].get("lam", identity["lam"]) == identity["lam"]
+    ):
+        print(f"{suite}: finished already, {result_path}; --again runs it again")
+        return done
+    size = sum(p.numel() for p in model.parameters())
+    identity |= {
+        "model": name,
+        "class": type(model).__name__,
+        "parameters": size,
+        "of": results.identity_of(model, name),
+    }
+    if stage == "score":
+        identity["origin"] = provenance()
+    responses = Responses(answers_path, identity)
+    check_replaced(done, asked, responses, options.out)
+    if stage == "all":
+        asked.save(requests)
+    ask(model, asked, responses, options)
+    if stage == "score":
+        print(f"Wrote {answers_path}")
+        return None
     return finish(its, asked, responses, options, tokenizer, name)
 
 
-def ask(model, asked: RequestSet, responses: Responses, options: Options, suite: str) -> None:
+def ask(model, asked: RequestSet, responses: Responses, options: Options) -> None:
     """Have the model answer what it has not answered yet."""
     from ccq.evaluate.engine import Engine
 
-    keys = {id(request): asked.key(request) for request in asked.requests}
-    fresh: dict[str, object] = {}
+    each: dict[str, Request] = {}  # of equal ones the first
     for request in asked.requests:
-        if keys[id(request)] not in responses.answers:
-            fresh.setdefault(keys[id(request)], request)
-    if not fresh:
+        each.setdefault(asked.key(request), request)
+    todo = {key: request for key, request in each.items() if key not in responses.answers}
+    if not todo:
         return
-    if len(fresh) < len(set(keys.values())):
-        print(f"{suite}: resumed, {len(set(keys.values())) - len(fresh)} of {len(set(keys.values()))} answered before")
+    if len(todo) < len(each):
+        print(f"{asked.suite}: resumed, {len(each) - len(todo)} of {len(each)} answered before")
     engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
-    check_length(model, asked, engine.recurrent)
-    todo = list(fresh.values())
+    longest, context = asked.longest() - 1, getattr(model.config, "max_position_embeddings", None)
+    if isinstance(context, int) and longest > context and not engine.recurrent:
+        told = f"the longest request has {longest} tokens, and the config of {type(model).__name__} names {context}"
+        past = f"{asked.suite}: {told}: it runs past its context, as the paper's Transformer did"
+        warnings.warn(past, ContextWarning, stacklevel=2)
+    keys = {id(request): key for key, request in todo.items()}
     waiting: list[dict] = []
     saved = time.perf_counter()
-    with progress(suite, sum(work(request) for request in todo)) as bar:
+    with results.progress(asked.suite, sum(map(work, todo.values()))) as bar:
         try:
-            for request, answer in engine.run(asked, todo):  # type: ignore[arg-type]
+            for request, answer in engine.run(asked, list(todo.values())):
                 waiting.append({"key": keys[id(request)], "id": request.id, **answer})
                 bar.update(work(request))
                 if time.perf_counter() - saved > 1 or len(waiting) >= 1000:
@@ -138,15 +141,15 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options, suite:
             if waiting:
                 responses.add(waiting)
     if engine.shared.contexts or engine.shared.used:
-        responses.add([{"key": "shared_prefill", **engine.shared.to_json()}])
+        responses.add([{"key": "shared_prefill", **vars(engine.shared)}])
 
 
 def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
     """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
     left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
-    if done and done["finished"] and (left or not responses.answers):  # without answers nobody knows what it asked
-        now = {name: asked.settings.get(name) for name in done["settings"] if name != "max_length"}
-        differ = [name for name, new in now.items() if new != done["settings"][name]] or ["another model"]
+    if done and (left or not responses.answers):  # without answers nobody knows what it asked
+        differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
+        differ = differ or ["another model"]
         raise EvaluationError(
             f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
             "take another --out, or --again to replace it"
@@ -158,41 +161,19 @@ def work(request) -> float:
     return request.length + 16 * request.max_new
 
 
-def position_limit(config) -> int | None:
-    """The tokens past which a model with learned positions cannot go."""
-    if getattr(config, "model_type", "") in ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "openai-gpt", "xglm", "biogpt"):
-        return config.max_position_embeddings
-    return None
-
-
-def check_positions(model, asked: RequestSet) -> None:
-    longest, limit = asked.longest() - 1, position_limit(model.config)  # the last token is predicted, never read
+def check_fits(model, asked: RequestSet) -> None:
+    """Refuse tokens that the model has no embedding for, and more of them than it has positions for."""
+    size, largest = model.get_input_embeddings().weight.shape[0], int(asked.tokens.max(initial=0))
+    if largest >= size:
+        vocabulary = asked.settings.get("vocabulary")  # of a suite that makes its own tokens
+        why = f"its vocabulary is {vocabulary:,} tokens" if vocabulary else "is the tokenizer its own?"
+        raise EvaluationError(f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: {why}")
+    longest, limit = asked.longest() - 1, most_tokens(model)  # the last token is predicted, never read
     if limit is not None and longest > limit:
         raise EvaluationError(
             f"the longest request has {longest} tokens, and {type(model).__name__} has learned positions "
             f"for {limit}: it cannot take more. Give --lengths or --max-length up to {limit}"
         )
-
-
-def check_length(model, asked: RequestSet, recurrent: bool) -> None:
-    longest, config = asked.longest() - 1, model.config
-    context = getattr(config, "max_position_embeddings", None)
-    if isinstance(context, int) and longest > context and not recurrent:
-        warnings.warn(
-            f"{asked.suite}: the longest request has {longest} tokens, and the config of {type(model).__name__} names "
-            f"{context}: it runs past its context, as the paper's Transformer did",
-            ContextWarning,
-            stacklevel=2,
-        )
-
-
-def check_vocabulary(model, asked: RequestSet) -> None:
-    size = model.get_input_embeddings().weight.shape[0]
-    largest = int(asked.tokens.max(initial=0))
-    if largest >= size:
-        vocabulary = asked.settings.get("vocabulary")  # of a suite that makes its own tokens
-        why = f"its vocabulary is {vocabulary:,} tokens" if vocabulary else "is the tokenizer its own?"
-        raise EvaluationError(f"{asked.suite}: token {largest} is asked of a model with {size} embeddings: {why}")
 
 
 def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name) -> dict:
@@ -207,19 +188,13 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
     for row in rows:
         if "prompt_hash" not in row:
             row["prompt_hash"] = by_id.get(row["id"]) or by_id[row["id"].rpartition("/")[0]]
-    identity = responses.identity
+    identity = {"model": name} | responses.identity
     seconds = sum(responses.answers[key]["seconds"] for key in dict.fromkeys(keys))
-    model_row = {
-        "name": identity.get("model", name),
-        "hash": identity.get("model_hash"),
-        "dtype": identity.get("dtype"),
-        "class": identity.get("class"),
-        "parameters": identity.get("parameters"),
-        "lam": identity.get("lam"),
-    }
+    model = {"name": identity["model"], "hash": identity.get("model_hash")}
+    model |= {what: identity.get(what) for what in ("dtype", "class", "parameters", "lam")}
     result = {
         "suite": its.name,
-        "identity": identity.get("of") or asdict(Identity(model_row["name"])),
+        "identity": identity.get("of") or asdict(Identity(identity["model"])),
         "finished": True,
         "limit": asked.settings["limit"],
         "quick_look": asked.settings["limit"] is not None,
@@ -227,7 +202,7 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},
         "notes": asked.notes,
-        "model": model_row,
+        "model": model,
         "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
         "seconds": seconds,
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
@@ -238,7 +213,7 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         result["stages"] = {stage: origin for stage, origin in stages.items() if origin}
     if shared := responses.answers.get("shared_prefill"):
         result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}
-    write_rows(options.out / f"{its.name}.jsonl", rows)
+    results.write_rows(options.out / f"{its.name}.jsonl", rows)
     write_json(options.out / f"{its.name}.json", result)
     print(table(result))
     print(f"Wrote {options.out / (its.name + '.json')}")
@@ -247,13 +222,10 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
 
 def table(result: dict) -> str:
     """Scores with their intervals, a line each."""
-    scores = result["scores"]
-    width = max(len(name) for name in scores)
-    lines = [
-        f"{result['suite']} of {result['model']['name']}"
-        + (f", the first {result['limit']} only" if result["quick_look"] else "")
-    ]
-    for name, score in scores.items():
+    quick = f", the first {result['limit']} only" if result["quick_look"] else ""
+    lines = [f"{result['suite']} of {result['model']['name']}{quick}"]
+    width = max(map(len, result["scores"]))
+    for name, score in result["scores"].items():
         point = "-" if score["value"] is None else f"{score['value']:.2f}"
         known = score.get("interval") and None not in score["interval"]
         interval = "[{:.2f}, {:.2f}]".format(*score["interval"]) if known else ""
@@ -261,3 +233,99 @@ def table(result: dict) -> str:
         marks = ", ".join(filter(None, (f"n={score['n']}", score.get("metric"), few, note)))
         lines.append(f"  {name:<{width}}  {point:>9}  {interval:<20} {marks}")
     return "\n".join([*lines, *(f"  note: {note}" for note in result["notes"])])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ccq eval",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="suites, and the options that each reads:\n" + "\n".join(map(described, suites().values())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    axes = ",".join(suite.name for suite in suites().values() if suite.axis)
+    add("model", metavar="MODEL", help="a shipped model, a from_pretrained folder (ccq export), or a name on the Hub")
+    add("--suite", default=axes, help="suites, with commas between (default: %(default)s)")
+    add("--out", type=Path, required=True, help="folder of the results; an unfinished one there is resumed")
+    add("--data", type=Path, help="folder of the evaluation data; without it, from the Hub")
+    add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
+    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
+    add("--stage", choices=STAGES, default="all", help="one of requests, score, metrics; by default all three")
+    add("--batch-size", type=positive, help="sequences a batch; by default as many as fit a budget of tokens")
+    add("--device", default=best_device())
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
+    add("--tokenizer", help="where MODEL has none")
+    add("--again", action="store_true", help="run what is finished once more, from the start")
+    for option in readers():  # shown with their suites, below
+        how: dict[str, Any] = {"type": option.type} if option.type else {"choices": option.choices}
+        add(option.flag, dest=option.name, default=option.default, help=argparse.SUPPRESS, **how)
+    return parser
+
+
+def described(suite: Suite) -> str:
+    """What `--help` says of a suite."""
+    lines = [f"  {suite.name:<10} {suite.help}"]
+    for option in suite.options:
+        usage = f"{option.flag} {'{' + ','.join(option.choices) + '}' if option.choices else 'N'}"
+        lines.append(f"    {usage:<30} {option.help}")
+    for what, which in (("tasks", suite.tasks), ("files of --data", suite.data)):
+        text = f"{what}: {', '.join(which) or 'none'}"
+        lines.append(textwrap.fill(text, 110, initial_indent=" " * 4, subsequent_indent=" " * 6))
+    return "\n".join(lines)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[Suite], Options]:
+    """What was given, checked as far as it can be without the model: arguments, suites, and options of the suites."""
+    arguments = parser.parse_args(argv)
+    asked = list(dict.fromkeys(arguments.suite.split(",")))
+    try:
+        found = [named(name) for name in asked]
+    except EvaluationError as error:
+        parser.error(f"--suite: {error}")
+    if arguments.data is not None and not arguments.data.is_dir():
+        parser.error(f"--data: {arguments.data} is no folder")
+    if arguments.tasks and len(found) > 1:
+        parser.error("--tasks: names tasks of one suite, and --suite has several")
+    for option, meant in readers().items():  # given for other suites alone it would decide nothing
+        if getattr(arguments, option.name) != option.default and not set(meant) & set(asked):
+            parser.error(f"{option.flag}: is for {', '.join(meant)}, and --suite has {', '.join(asked)}")
+    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
+    names = {"out", *COMMON, *(option.name for option in readers())}
+    return arguments, found, Options(**{name: getattr(arguments, name) for name in names})
+
+
+def load(arguments: argparse.Namespace, asked: Sequence[Suite]) -> tuple[Any, Any]:
+    """(model, tokenizer), each None where the stage, or the suites, need none; a tokenizer also where there is none."""
+    model = tokenizer = None
+    if arguments.stage != "score" and any(suite.text for suite in asked):
+        try:
+            tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        except NoTokenizerError as error:
+            if arguments.tokenizer:
+                raise EvaluationError(f"--tokenizer: {error}") from error
+    if arguments.stage in ("all", "score"):
+        model = load_model(arguments.model, arguments.device, arguments.dtype)
+    return model, tokenizer
+
+
+def run(asked: Sequence[Suite], model: Any, tokenizer: Any, options: Options, name: str, config: Any = None) -> dict:
+    """{suite: its result, or None after a stage without}; one that fails says why, and the others still run."""
+    found = {}
+    for suite in asked:
+        try:
+            found[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
+        except (EvaluationError, OSError) as error:
+            print(f"ccq eval: {suite.name} of {name}: {error}", file=sys.stderr)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the suites that `argv` names."""
+    arguments, asked, options = parse(make_parser(), argv)
+    model, tokenizer = load(arguments, asked)
+    config = load_config(arguments.model) if model is None and any(suite.as_trained for suite in asked) else None
+    name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
+    return int(len(run(asked, model, tokenizer, options, name, config)) < len(asked))

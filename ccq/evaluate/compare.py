@@ -12,20 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ccq.evaluate import sources
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.statistics import (
-    LEAST_UNITS,
-    Z,
-    by_unit,
-    grouped,
-    is_proportion,
-    redrawn,
-    resampled,
-    student,
-    value,
-    values,
-)
+from ccq.evaluate import sources, statistics
+from ccq.evaluate.requests import EvaluationError
+from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, grouped, percentiles, value
 from ccq.files import read_json, replaceable, stored, write_json
 
 HOW = ("sizing", "keys", "seed", "max_new_tokens", "vocabulary", "tokens")  # settings that decide what a score means
@@ -36,9 +25,8 @@ def read(run: Path) -> dict[str, tuple[dict, dict[str, list[dict]]]]:
     found = {}
     for path in sorted(run.glob("*.json")):
         result = read_json(path, EvaluationError, "a result of `ccq eval`")
-        if not isinstance(result, dict) or not {"suite", "scores", "samples"} <= result.keys():
-            continue
-        found[result["suite"]] = (result, samples_of(path, result))
+        if isinstance(result, dict) and {"suite", "scores", "samples"} <= result.keys():
+            found[result["suite"]] = (result, samples_of(path, result))
     if not found:
         raise EvaluationError(f"{run} has no results: expected a folder that `ccq eval --out` wrote")
     return found
@@ -75,37 +63,27 @@ def part(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: in
     if not names:
         return None
     tables = [[units[name] for name in names] for units in (one, two)]
-    points = [score(table, aggregate) for table in tables]
-    if is_proportion([*first, *second], aggregate):
+    difference = value(tables[1], aggregate) - value(tables[0], aggregate)
+    if statistics.is_proportion([*first, *second], aggregate):
         changes = [two[name][0] - one[name][0] for name in names]
-        draws = redrawn(changes.count(1), changes.count(-1), len(names), seed)
+        draws = statistics.redrawn(changes.count(1), changes.count(-1), len(names), seed)
     else:
-        before, after = (values(resampled(table, seed), aggregate) for table in tables)
+        before, after = (statistics.values(statistics.resampled(table, seed), aggregate) for table in tables)
         draws = after - before
-    return Part(len(common), len(names), points[1] - points[0], draws)
-
-
-def score(units: Sequence[tuple[float, float]], aggregate: str) -> float:
-    return value(sum(total for total, _ in units), sum(weight for _, weight in units), aggregate)
+    return Part(len(common), len(names), difference, draws)
 
 
 def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: int = 0) -> dict:
     """Difference second - first of a group's score over the samples both have, its 95% interval and its p."""
     found = part(first, second, aggregate, seed)
-    if found is None:
-        return {"samples": 0, "units": 0, "difference": None, "interval": None, "p": None, "significant": False}
-    return verdict([found])
+    return verdict([] if found is None else [found])
 
 
 def paired_average(groups: Sequence[str], first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
     """Difference of an unweighted mean over groups, each resampled by itself."""
-    parts = []
-    for seed, group in enumerate(groups):
-        found = part(first.get(group, []), second.get(group, []), "mean", seed)
-        if found is None:
-            return None
-        parts.append(found)
-    return verdict(parts)
+    parts = [part(first.get(name, []), second.get(name, []), "mean", seed) for seed, name in enumerate(groups)]
+    known = [found for found in parts if found is not None]
+    return verdict(known) if len(known) == len(parts) else None
 
 
 def difference(group: str, score: dict, first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
@@ -123,26 +101,22 @@ def verdict(parts: Sequence[Part]) -> dict:
     alone, whose resamples are all the same, there is neither interval nor p.
     """
     samples, units = sum(x.samples for x in parts), sum(x.units for x in parts)
-    difference = float(np.mean([x.difference for x in parts]))
+    difference = float(np.mean([x.difference for x in parts])) if parts else None
     found = {"samples": samples, "units": units, "difference": difference}
-    if units < LEAST_UNITS or min(x.units for x in parts) < 2:
+    if difference is None or units < LEAST_UNITS or min(x.units for x in parts) < 2:
         return found | {"interval": None, "p": None, "significant": False}
     spread = np.mean([math.sqrt(x.units / (x.units - 1)) * (x.draws - x.difference) for x in parts], axis=0)
-    draws = difference + student(units - len(parts)) / Z * spread
-    low, high = np.nanquantile(draws, [0.025, 0.975])
+    draws = difference + statistics.student(units - len(parts)) / Z * spread
+    low, high = percentiles(draws)
     beyond = min((draws <= 0).sum(), (draws >= 0).sum())
-    return found | {
-        "interval": [float(low), float(high)],
-        "p": float(min(1.0, 2 * (beyond + 1) / (len(draws) + 1))),  # the sample itself counts as a draw: never 0
-        "significant": bool(low > 0 or high < 0),
-    }
+    p = min(1.0, 2 * (beyond + 1) / (len(draws) + 1))  # the sample itself counts as a draw: never 0
+    return found | {"interval": [low, high], "p": float(p), "significant": low > 0 or high < 0}
 
 
 def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
     """{suite: {group: {"values": a run each, "differences": each from the first}}}, and what does not match."""
     read_runs = [read(run) for run in runs]
-    shared = [suite for suite in read_runs[0] if all(suite in run for run in read_runs)]
-    shared = [suite for suite in shared if suites is None or suite in suites]
+    shared = [suite for suite in suites or read_runs[0] if all(suite in run for run in read_runs)]
     if not shared:
         raise EvaluationError(f"no suite is in all of {', '.join(str(run) for run in runs)}")
     table: dict[str, dict] = {}
@@ -160,13 +134,14 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
         if any(result["quick_look"] for result in results):
             notes.append(f"{suite}: a quick look (--limit), not the whole suite")
         table[suite] = {}
+        one, *others = (run[suite][1] for run in read_runs)
         for group, score in results[0]["scores"].items():
-            if not all(group in result["scores"] for result in results):
-                continue
-            one, *others = (run[suite][1] for run in read_runs)
-            differences = [difference(group, score, one, two) for two in others]
-            row = {"values": [result["scores"][group]["value"] for result in results], "differences": differences}
-            table[suite][group] = row | {"better": "lower" if score["aggregate"] == "perplexity" else "higher"}
+            if all(group in result["scores"] for result in results):
+                table[suite][group] = {
+                    "values": [result["scores"][group]["value"] for result in results],
+                    "differences": [difference(group, score, one, two) for two in others],
+                    "better": "lower" if score["aggregate"] == "perplexity" else "higher",
+                }
     return {"runs": [str(run) for run in runs], "suites": table, "notes": notes}
 
 
@@ -190,32 +165,29 @@ def short_names(runs: Sequence[str]) -> list[str]:
 def shown(result: dict) -> str:
     """One table: scores of each run, and the differences from the first; * where the 95% interval leaves out zero."""
     names = short_names(result["runs"])
-    lines, few = [], False
+    lines: list[str] = []
     for suite, groups in result["suites"].items():
         rows = [[suite, *names, *(f"{name} - {names[0]}" for name in names[1:])]]
         for group, scores in groups.items():
-            cells = [group, *("-" if x is None else f"{x:.2f}" for x in scores["values"])]
-            for found in scores["differences"]:
-                if found is None or found["difference"] is None:
-                    cells.append("-")
-                elif found["interval"] is None:
-                    cells.append(f"{found['difference']:+.2f}  too few ({found['units']})")
-                    few = True
-                else:
-                    low, high = found["interval"]
-                    mark = "*" if found["significant"] else " "
-                    cells.append(f"{found['difference']:+.2f}{mark} [{low:+.2f}, {high:+.2f}]")
-            rows.append(cells)
-        widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+            points = ("-" if x is None else f"{x:.2f}" for x in scores["values"])
+            rows.append([group, *points, *map(told, scores["differences"])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines.append("")
     lines += [f"note: {note}" for note in result["notes"]]
-    if few:
+    if any("too few" in line for line in lines):
         lines.append(f"too few: an interval takes {LEAST_UNITS} documents or samples that both runs have")
     lines.append("* the 95% interval of the paired difference leaves out zero (not corrected for many rows)")
     return "\n".join(lines)
+
+
+def told(found: dict | None) -> str:
+    if found is None or found["difference"] is None:
+        return "-"
+    if found["interval"] is None:
+        return f"{found['difference']:+.2f}  too few ({found['units']})"
+    low, high = found["interval"]
+    return f"{found['difference']:+.2f}{'*' if found['significant'] else ' '} [{low:+.2f}, {high:+.2f}]"
 
 
 def main(argv: Sequence[str]) -> int:

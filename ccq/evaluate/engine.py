@@ -11,17 +11,21 @@ treatment of padding is trusted before it is measured.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ccq.evaluate.requests import Request, RequestSet
+from ccq.evaluate.statistics import grouped
 
 GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
 MEASURED = 4  # batches in which both ways of prefill are run, the first to warm up
@@ -40,35 +44,23 @@ class SharedPrefill:
     changed_answers: int = 0  # contexts whose likeliest continuation differs
     used: bool | None = None  # None: not decided
 
-    def to_json(self) -> dict:
-        return dict(vars(self))
-
 
 @dataclass
 class Engine:
-    """Answers requests.
+    """Answers requests. `prefill` is for those with one context and several continuations: "shared" runs the context
+    once, "plain" each request whole, "auto" times both on the first batches and takes the faster."""
 
-    Args:
-        model: a causal LM in eval mode, on its device.
-        batch_size: sequences a batch; None takes as many as fit `batch_tokens`.
-        batch_tokens: padded tokens that are run at once; None is 32,768 on a GPU and 4,096 elsewhere.
-        prefill: for requests with one context and several continuations: "shared" runs the context once, "plain" each
-            request whole, "auto" times both on the first batches and takes the faster.
-        chunk: tokens a piece in which a window is run where the model's cache does not grow with its length.
-    """
-
-    model: Any
-    batch_size: int | None = None
-    batch_tokens: int | None = None
+    model: Any  # a causal LM on its device
+    batch_size: int | None = None  # sequences a batch; None takes as many as fit `batch_tokens`
+    batch_tokens: int = 0  # padded tokens that are run at once; 0 is 32,768 on a GPU and 4,096 elsewhere
     prefill: str = "auto"
-    chunk: int = 2048
+    chunk: int = 2048  # tokens a piece in which a window is run where the model's cache does not grow with its length
     shared: SharedPrefill = field(default_factory=SharedPrefill)
 
     def __post_init__(self) -> None:
         self.model.eval()
         self.device = next(self.model.parameters()).device
-        if self.batch_tokens is None:
-            self.batch_tokens = 32_768 if self.device.type == "cuda" else 4_096
+        self.batch_tokens = self.batch_tokens or (32_768 if self.device.type == "cuda" else 4_096)
         self.body, self.head = parts(self.model, self.device)
         self.continues, self.recurrent = cache_properties(self.body, self.device)
         self.pads = self.recurrent and padding_is_nothing(self.body, self.device)
@@ -85,32 +77,33 @@ class Engine:
             argmax     tokens: [int] a position
         """
         requests = asked.requests if requests is None else requests
-        by_kind = {kind: [r for r in requests if r.kind == kind] for kind in ("score", "generate", "argmax")}
-        assert sum(map(len, by_kind.values())) == len(requests), "a request of unknown kind"
+        by_kind = {"score": [], "generate": [], "argmax": []} | grouped(requests, lambda request: request.kind)
+        assert len(by_kind) == 3, "a request of unknown kind"
         yield from self._run_scores(asked, by_kind["score"])
         for batch in self.batches(by_kind["argmax"]):
             yield from self._timed(self._argmax, asked, batch)
-        groups: dict[tuple, list[Request]] = {}
-        for request in by_kind["generate"]:
-            length = 0 if self.pads else request.length
-            groups.setdefault((length, request.max_new, request.min_new, request.stop), []).append(request)
+        groups = grouped(by_kind["generate"], lambda r: (0 if self.pads else r.length, r.max_new, r.min_new, r.stop))
         for how in sorted(groups, reverse=True):  # the longest first: what does not fit fails at once
             for batch in self.batches(groups[how], extra=how[1], times=GENERATED):
                 yield from self._timed(self._generate, asked, batch)
 
     def batches(
-        self, requests: Sequence[Request], extra: int = 0, times: int = 1, chunk: int | None = None
+        self, requests: Sequence[Request], extra: int = 0, times: int = 1, chunk: int = sys.maxsize
     ) -> Iterator[list[Request]]:
         """Longest first, so many as `batch_size` or so many times `batch_tokens` allows; `chunk` where requests are run
         in pieces of so many tokens: of a long one no more than a piece counts."""
-        ordered = sorted(requests, key=lambda request: (-request.length, request.begin))
-        while ordered:
-            longest = ordered[0].length + extra
-            longest = longest if chunk is None else min(longest, chunk)
-            size = self.batch_size or max(1, times * (self.batch_tokens or 1) // max(1, longest))
-            size = self.even(min(size, len(ordered)))
-            yield ordered[:size]
-            ordered = ordered[size:]
+
+        def fit(longest: Request) -> int:
+            return self.batch_size or times * self.batch_tokens // max(1, min(longest.length + extra, chunk))
+
+        return self._cut(sorted(requests, key=lambda request: (-request.length, request.begin)), fit)
+
+    def _cut(self, waiting: list, fit: Callable[[Any], int]) -> Iterator[list]:
+        """Batches of as many as `fit` says of the first of each."""
+        while waiting:
+            size = self.even(min(max(1, fit(waiting[0])), len(waiting)))
+            yield waiting[:size]
+            waiting = waiting[size:]
 
     def even(self, size: int) -> int:
         """The largest power of two up to `size`, where sizes should be few."""
@@ -148,36 +141,30 @@ class Engine:
                 yield from self._timed(self._score_shared, asked, contexts)
             else:
                 plain += [request for group in contexts for request in group]
-        for batch in self.batches(plain, chunk=self.chunk if self.recurrent else None):
+        for batch in self.batches(plain, chunk=self.chunk if self.recurrent else sys.maxsize):
             yield from self._timed(self._score, asked, batch)
 
     def _split(self, asked: RequestSet, requests: Sequence[Request]) -> tuple[list[Request], list[list[Request]]]:
         """Requests to score one by one, and groups of one context that is longer than each continuation."""
         if self.prefill == "plain" or not self.continues:
             return list(requests), []
-        by_context: dict[bytes, list[Request]] = {}
-        for request in requests:
-            by_context.setdefault(asked.of(request)[: request.context].tobytes(), []).append(request)
-        groups = list(by_context.values())
-        worth = [len(group) > 1 and all(2 * r.context > r.length for r in group) for group in groups]
-        plain = [r for group, good in zip(groups, worth, strict=True) if not good for r in group]
-        return plain, [group for group, good in zip(groups, worth, strict=True) if good]
+        plain, groups = [], []
+        for group in grouped(requests, lambda request: asked.of(request)[: request.context].tobytes()).values():
+            if len(group) > 1 and all(2 * request.context > request.length for request in group):
+                groups.append(group)
+            else:
+                plain += group
+        return plain, groups
 
     def _context_batches(self, groups: list[list[Request]]) -> Iterator[list[list[Request]]]:
         """Groups whose contexts are equally long, so that the prefill needs no padding."""
-        by_length: dict[int, list[list[Request]]] = {}
-        for group in groups:
-            by_length.setdefault(group[0].context, []).append(group)
-        for length in sorted(by_length, reverse=True):
-            waiting = by_length[length]
-            while waiting:
-                cost = sum(r.length for r in waiting[0])
-                size = max(
-                    1, (self.batch_size or (self.batch_tokens or 1) // cost * len(waiting[0])) // len(waiting[0])
-                )
-                size = self.even(min(size, len(waiting)))
-                yield waiting[:size]
-                waiting = waiting[size:]
+
+        def fit(group: list[Request]) -> int:
+            tokens = sum(request.length for request in group)
+            return self.batch_size // len(group) if self.batch_size else self.batch_tokens // tokens
+
+        for _, same in sorted(grouped(groups, lambda group: group[0].context).items(), reverse=True):
+            yield from self._cut(same, fit)
 
     def _measure(self, asked: RequestSet, contexts: list[list[Request]]) -> None:
         """Run both ways on this batch; decide after MEASURED batches.
@@ -187,10 +174,8 @@ class Engine:
         requests = [request for group in contexts for request in group]
         found: dict[str, dict[str, dict]] = {}
         for name, answer, batch in (("plain", self._score, requests), ("shared", self._score_shared, contexts)):
-            self._synchronize()
             begin = time.perf_counter()
-            found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}
-            self._synchronize()
+            found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}  # on the CPU: a GPU is done
             seconds = time.perf_counter() - begin if self._measured else 0.0
             setattr(self.shared, f"{name}_seconds", getattr(self.shared, f"{name}_seconds") + seconds)
         for group in contexts:
@@ -204,34 +189,21 @@ class Engine:
         if self._measured == MEASURED:
             self.shared.used = self.shared.shared_seconds < self.shared.plain_seconds
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _score(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         """Whole sequences, right-padded; in pieces of `chunk` tokens with a recurrent cache, so memory is flat in T."""
-        tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
-        inputs = self.padded([x[:-1] for x in tokens])  # [B, T]
+        tokens = [ids_of(asked, request) for request in batch]
+        inputs, targets = self.padded([x[:-1] for x in tokens]), self.padded([x[1:] for x in tokens])  # [B, T]
         length = inputs.shape[1]
-        pieces = range(0, length, self.chunk) if self.recurrent and length > self.chunk else [0]
-        step = self.chunk if len(pieces) > 1 else length
-        losses: list[list[Tensor]] = [[] for _ in batch]
-        greedy = [True] * len(batch)
-        cache = None
-        for begin in pieces:
-            states, cache = self.states(inputs[:, begin : begin + step], cache, keep=len(pieces) > 1)
-            rows, columns, targets = [], [], []
-            for row, (request, x) in enumerate(zip(batch, tokens, strict=True)):
-                first = max(begin, request.context - 1)
-                last = min(begin + step, len(x) - 1)
-                where = torch.arange(first, max(first, last))  # inputs at `where` predict the token after them
-                rows.append(torch.full_like(where, row))
-                columns.append(where - begin)
-                targets.append(x[where + 1])
-            nll, right = self.losses(states, torch.cat(rows), torch.cat(columns), torch.cat(targets))
-            counts = [len(x) for x in targets]
-            add_losses(losses, greedy, nll.split(counts), right.split(counts))
-        return scored(batch, losses, greedy)
+        first, last = torch.tensor([(r.context - 1, r.length - 1) for r in batch]).T[..., None]
+        wanted = (first <= torch.arange(length)) & (torch.arange(length) < last)
+        step = self.chunk if self.recurrent else length
+        found, cache = [], None
+        for begin in range(0, length, step):
+            piece = slice(begin, begin + step)
+            states, cache = self.states(inputs[:, piece], cache, keep=length > step)
+            rows, columns = wanted[:, piece].nonzero(as_tuple=True)
+            found.append(self.losses(states, rows, columns, targets[:, piece][rows, columns]))
+        return scored(batch, found)
 
     def _score_shared(self, asked: RequestSet, groups: list[list[Request]]) -> list[tuple[Request, dict]]:
         """Each context once, then its continuations from the cache, expanded."""
@@ -239,22 +211,18 @@ class Engine:
         states, cache = self.states(torch.from_numpy(contexts), None, keep=True)
         batch = [request for group in groups for request in group]
         owner = torch.tensor([row for row, group in enumerate(groups) for _ in group])
-        continuations = [torch.from_numpy(asked.of(r)[r.context :].astype(np.int64)) for r in batch]
-        first = torch.stack([x[0] for x in continuations])
-        nll, right = self.losses(states, owner, torch.full_like(owner, states.shape[1] - 1), first)
-        losses = [[x[None]] for x in nll]
-        greedy = right.tolist()
-        inputs = torch.nn.utils.rnn.pad_sequence([x[:-1] for x in continuations], batch_first=True)  # [B, T]
-        if inputs.shape[1] > 0:
+        continuations = [ids_of(asked, request)[request.context :] for request in batch]
+        tokens = pad_sequence(continuations, batch_first=True)  # [B, T]
+        last = torch.full_like(owner, states.shape[1] - 1)
+        found = [(torch.arange(len(batch)), *self.losses(states, owner, last, tokens[:, 0])[1:])]
+        if tokens.shape[1] > 1:
             more = self.even(2 * len(batch) - 1) - len(batch) if self.few_sizes else 0  # rows that nobody asked for
-            cache.reorder_cache(torch.nn.functional.pad(owner, (0, more)).to(self.device))
-            states, _ = self.states(torch.nn.functional.pad(inputs, (0, 0, 0, more)), cache)
-            counts = [len(x) - 1 for x in continuations]
-            rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
-            columns = torch.cat([torch.arange(n) for n in counts])
-            nll, right = self.losses(states, rows, columns, torch.cat([x[1:] for x in continuations]))
-            add_losses(losses, greedy, nll.split(counts), right.split(counts))
-        return scored(batch, losses, greedy)
+            cache.reorder_cache(pad(owner, (0, more)).to(self.device))
+            states, _ = self.states(pad(tokens[:, :-1], (0, 0, 0, more)), cache)
+            counts = torch.tensor([[len(x) - 1] for x in continuations])
+            rows, columns = (torch.arange(tokens.shape[1] - 1) < counts).nonzero(as_tuple=True)
+            found.append(self.losses(states, rows, columns, tokens[rows, columns + 1]))
+        return scored(batch, found)
 
     def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
         """The body's states [B, T, D] (logits where model and head do not part), and the cache if `keep`."""
@@ -265,20 +233,21 @@ class Engine:
 
     def padded(self, sequences: list[Tensor]) -> Tensor:
         """[B, T], padded on the right; on a GPU to a multiple of 64, since kernels tune and compile for lengths."""
-        inputs = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        inputs = pad_sequence(sequences, batch_first=True)
         length = inputs.shape[1]
         limit = getattr(self.model.config, "max_position_embeddings", None) or length
         more = -length % 64 if self.device.type == "cuda" and length + 64 <= limit else 0
-        return torch.nn.functional.pad(inputs, (0, more))
+        return pad(inputs, (0, more))
 
-    def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """-log p(target) in fp32, and whether the target is the likeliest, for states[rows, columns]; on the CPU."""
-        nll, right = [], []
+    def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`rows`, -log p(target) in fp32, and whether the target is the likeliest, of states[rows, columns]; on the
+        CPU."""
+        nll, right = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
         for logits, at in self.logits(states, rows, columns):
             target = targets[at].to(self.device)
-            nll.append(torch.nn.functional.cross_entropy(logits, target, reduction="none").cpu())
+            nll.append(cross_entropy(logits, target, reduction="none").cpu())
             right.append((logits.argmax(-1) == target).cpu())
-        return (torch.cat(nll), torch.cat(right)) if nll else (torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+        return rows, torch.cat(nll), torch.cat(right)
 
     def logits(self, states: Tensor, rows: Tensor, columns: Tensor) -> Iterable[tuple[Tensor, slice]]:
         """fp32 logits [n, V] of states[rows, columns], some rows at a time."""
@@ -292,8 +261,7 @@ class Engine:
     # the other two kinds
 
     def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
-        tokens = [torch.from_numpy(asked.of(request).astype(np.int64)) for request in batch]
-        states, _ = self.states(self.padded(tokens))
+        states, _ = self.states(self.padded([ids_of(asked, request) for request in batch]))
         counts = [len(request.positions) for request in batch]
         rows = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(counts))
         columns = torch.tensor([position for request in batch for position in request.positions])
@@ -305,13 +273,11 @@ class Engine:
         of the batch are padded on the left; there are such only where `pads` holds."""
         from transformers import GenerationConfig
 
-        one = batch[0]
-        prompts = torch.zeros(len(batch), max(request.length for request in batch), dtype=torch.int64)
-        mask = torch.zeros_like(prompts)
-        for row, request in enumerate(batch):
-            prompts[row, -request.length :] = torch.from_numpy(asked.of(request).astype(np.int64))
-            mask[row, -request.length :] = 1
-        prompts, mask = prompts.to(self.device), mask.to(self.device)
+        one, ids = batch[0], [ids_of(asked, request) for request in batch]
+        prompts, mask = (
+            pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
+            for rows in (ids, [torch.ones_like(x) for x in ids])
+        )
         how = GenerationConfig(
             do_sample=False,
             max_new_tokens=one.max_new,
@@ -319,40 +285,32 @@ class Engine:
             eos_token_id=list(one.stop) or None,
             pad_token_id=one.stop[0] if one.stop else 0,
         )
-        with plain_generation(self.model):
+        own = self.model.generation_config  # it may add penalties, and tokens that must not be said
+        self.model.generation_config = GenerationConfig()
+        try:
             out = self.model.generate(prompts, attention_mask=mask, generation_config=how)
+        finally:
+            self.model.generation_config = own
         answers = out[:, prompts.shape[1] :].tolist()
-        return [(request, {"tokens": until(answer, one.stop)}) for request, answer in zip(batch, answers, strict=True)]
+        ends = [next((at for at, token in enumerate(answer) if token in one.stop), None) for answer in answers]
+        return [(r, {"tokens": answer[:end]}) for r, answer, end in zip(batch, answers, ends, strict=True)]
 
 
-@contextmanager
-def plain_generation(model: Any) -> Iterator[None]:
-    """Without what a model's own generation config would add: penalties, tokens that it must not say."""
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
+def ids_of(asked: RequestSet, request: Request) -> Tensor:
+    return torch.from_numpy(asked.of(request).astype(np.int64))
 
 
-def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
-    """The tokens before the first stop token."""
-    return next((tokens[:at] for at, token in enumerate(tokens) if token in stop), tokens)
+def output(out: Any) -> Tensor:
+    """What a body, or a model without one, puts out at each position."""
+    return out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits
 
 
-def add_losses(losses: list[list[Tensor]], greedy: list[bool], nll: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    """More losses of each row, and whether these too are of the likeliest tokens."""
-    for row, (part, hit) in enumerate(zip(nll, right, strict=True)):
-        losses[row].append(part)
-        greedy[row] &= bool(hit.all())
-
-
-def scored(batch: list[Request], losses: list[list[Tensor]], greedy: list[bool]) -> list[tuple[Request, dict]]:
-    rows = zip(batch, losses, greedy, strict=True)
-    return [(request, {"nll": segments(torch.cat(mine), request), "greedy": best}) for request, mine, best in rows]
+def scored(batch: list[Request], found: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Request, dict]]:
+    """The answers, of what `losses` gave for parts of the batch."""
+    rows, nll, right = (torch.cat(column) for column in zip(*found, strict=True))
+    order, counts = rows.argsort(stable=True), rows.bincount(minlength=len(batch)).tolist()
+    each = zip(batch, nll[order].split(counts), right[order].split(counts), strict=True)
+    return [(r, {"nll": segments(losses, r), "greedy": bool(hits.all())}) for r, losses, hits in each]
 
 
 def segments(losses: Tensor, request: Request) -> list[float]:
@@ -389,7 +347,6 @@ def cache_properties(body: torch.nn.Module, device: torch.device) -> tuple[bool,
     times nearer than without the cache.
     """
     ids = torch.arange(24, device=device)[None] % 97
-    output = lambda out: out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits  # noqa: E731
     try:
         truth = output(body(ids, use_cache=False))[:, 12:].float()
         apart = output(body(ids[:, 12:], use_cache=False)).float()
@@ -414,11 +371,10 @@ def padding_is_nothing(body: torch.nn.Module, device: torch.device) -> bool:
     nearer to those of the shorter one alone than they come out if the padding counts.
     """
     ids = torch.arange(32, device=device)[None] % 97
-    short = torch.nn.functional.pad(ids[:, 12:], (12, 0))
+    short = pad(ids[:, 12:], (12, 0))
     both = torch.cat([ids, short])
     mask = torch.ones_like(both)
     mask[1, :12] = 0
-    output = lambda out: out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits  # noqa: E731
     try:
         truth = output(body(ids[:, 12:], use_cache=False))[0].float()
         counted = output(body(short, use_cache=False))[0, 12:].float()
@@ -438,8 +394,6 @@ def cache_bytes(thing, seen: set | None = None) -> int:
     seen.add(id(thing))
     if isinstance(thing, Tensor):
         return thing.numel() * thing.element_size() if thing.dim() > 1 else 0
-    if isinstance(thing, dict):
-        return sum(cache_bytes(x, seen) for x in thing.values())
-    if isinstance(thing, (list, tuple)):
-        return sum(cache_bytes(x, seen) for x in thing)
-    return sum(cache_bytes(x, seen) for x in vars(thing).values()) if hasattr(thing, "__dict__") else 0
+    if not isinstance(thing, (dict, list, tuple)):
+        thing = getattr(thing, "__dict__", {})
+    return sum(cache_bytes(x, seen) for x in (thing.values() if isinstance(thing, dict) else thing))

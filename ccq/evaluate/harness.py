@@ -16,16 +16,14 @@ from typing import NamedTuple
 
 from ccq.evaluate import sources
 from ccq.evaluate.engine import PREFILLS
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, Request, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
 from ccq.evaluate.statistics import average, summary
 from ccq.evaluate.suite import Option, Suite, max_lengths_option
 
 
 class Task(NamedTuple):
     file: str  # the harness's
-    split: str
-    stem: str  # of the data file
+    stem: str  # of the data file; its name says which split it is
     fields: str
     groups: dict[str, tuple[str, str]]  # {group: (metric, aggregate)}
 
@@ -34,19 +32,15 @@ ACC, NORM = {"": ("acc", "mean")}, {"": ("acc_norm", "mean")}
 LAMBADA = ACC | {"/perplexity": ("perplexity", "perplexity")}
 WIKITEXT = {"/word_perplexity": ("word_perplexity", "perplexity")}
 TASKS = {
-    "piqa": Task("piqa/piqa", "validation", "piqa_val", "goal sol1 sol2 label", ACC),
-    "hellaswag": Task(
-        "hellaswag/hellaswag", "validation", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM
-    ),
-    "winogrande": Task("winogrande/default", "validation", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
-    "arc_easy": Task("arc/arc_easy", "test", "arc_easy_test", "question choices answerKey", NORM),
-    "arc_challenge": Task("arc/arc_challenge", "test", "arc_challenge_test", "question choices answerKey", NORM),
-    "social_iqa": Task(
-        "siqa/siqa", "validation", "social_iqa_val", "context question answerA answerB answerC label", ACC
-    ),
-    "boolq": Task("super_glue/boolq/default", "validation", "boolq_val", "passage question label", ACC),
-    "lambada_openai": Task("lambada/lambada_openai", "test", "lambada_openai_test", "text", LAMBADA),
-    "wikitext": Task("wikitext/wikitext", "test", "wikitext2_raw_test_pages", "page", WIKITEXT),
+    "piqa": Task("piqa/piqa", "piqa_val", "goal sol1 sol2 label", ACC),
+    "hellaswag": Task("hellaswag/hellaswag", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM),
+    "winogrande": Task("winogrande/default", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
+    "arc_easy": Task("arc/arc_easy", "arc_easy_test", "question choices answerKey", NORM),
+    "arc_challenge": Task("arc/arc_challenge", "arc_challenge_test", "question choices answerKey", NORM),
+    "social_iqa": Task("siqa/siqa", "social_iqa_val", "context question answerA answerB answerC label", ACC),
+    "boolq": Task("super_glue/boolq/default", "boolq_val", "passage question label", ACC),
+    "lambada_openai": Task("lambada/lambada_openai", "lambada_openai_test", "text", LAMBADA),
+    "wikitext": Task("wikitext/wikitext", "wikitext2_raw_test_pages", "page", WIKITEXT),
 }
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
@@ -63,21 +57,15 @@ def adapter(tokenizer, max_lengths: Sequence[int], answer: Callable[[list[Tokens
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import has_bos_prefix
 
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    prefix = tokenizer.decode(first)
+
     class Adapter(TemplateLM):
-        @property
-        def eot_token_id(self) -> int:
-            return tokenizer.eos_token_id
-
-        @property
-        def prefix_token_id(self) -> int:
-            return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-
-        @functools.cached_property
-        def prefix(self) -> str:
-            return tokenizer.decode(self.prefix_token_id)
+        eot_token_id = tokenizer.eos_token_id
+        prefix_token_id = first
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            if add_special_tokens is None and has_bos_prefix(string, self.prefix):
+            if add_special_tokens is None and has_bos_prefix(string, prefix):
                 add_special_tokens = False
             how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
             return tokenizer.encode(string, verbose=False, **how)
@@ -93,13 +81,8 @@ def adapter(tokenizer, max_lengths: Sequence[int], answer: Callable[[list[Tokens
             counts: list[int] = []
             windows: list[Tokens] = []
             for request in requests:
-                length = int(request.task_name.rpartition("_")[2])
-                pairs = utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=length,
-                    context_len=1,
-                )
+                length, tokens = int(request.task_name.rpartition("_")[2]), self.tok_encode(request.args[0])
+                pairs = utils.get_rolling_token_windows(tokens, first, max_seq_len=length, context_len=1)
                 mine = [cut(context, rest, length) for context, rest in map(utils.make_disjoint_window, pairs)]
                 counts.append(len(mine))
                 windows += mine
@@ -122,20 +105,23 @@ def cut(context: list[int], rest: list[int], max_length: int) -> Tokens:
 
 def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | None, limit: int | None) -> list[dict]:
     """The harness's own task definitions, with documents from `data`; WikiText once for each maximal length."""
+    import datasets
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
     configs = []
     for name in names:
-        file, split, stem, fields = *TASKS[name][:3], TASKS[name].fields.split()
-        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml")
+        task = TASKS[name]
+        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{task.file}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
-            rows = sources.rows(sources.find(data, stem, fields), fields)[:limit]
+            split = "validation" if task.stem.endswith("_val") else "test"
+            made = datasets.Dataset.from_list(sources.read(data, task.stem, task.fields.split())[:limit])
             # the harness would process all documents each time it asks for them
-            made = documents(rows, split, config.pop("process_docs", None))
-            config |= {"custom_dataset": functools.partial(given, made), "dataset_path": "json", "dataset_name": None}
+            made = config.pop("process_docs", lambda documents: documents)(made)
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
+            documents = functools.partial(given, {split: made})
+            config |= {"custom_dataset": documents, "dataset_path": "json", "dataset_name": None}
         if name == "wikitext":
             configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
         else:
@@ -144,13 +130,6 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 
 
 SPLITS = ("training_split", "validation_split", "test_split")
-
-
-def documents(rows: list[dict], split: str, process: Callable | None) -> dict:
-    import datasets
-
-    made = datasets.Dataset.from_list(rows)
-    return {split: made if process is None else process(made)}
 
 
 def given(documents: dict, **_) -> dict:
@@ -165,28 +144,20 @@ def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> d
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    bars = datasets.are_progress_bars_disabled()
+    quiet = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     # it asks git about the folder that one happens to be in, and git complains aloud where that is no repository
     asks_git, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
     try:
-        return simple_evaluate(
-            model=lm,
-            tasks=sources.from_hub("an lm task", lambda: task_configs(names, max_lengths, options.data, options.limit)),
-            task_manager=TaskManager(include_defaults=False),
-            limit=options.limit,
-            bootstrap_iters=0,
-        )
-    except OSError as error:  # ConnectionError is one
-        raise sources.not_on_hub("the lm tasks", error) from error
+        with sources.from_hub("an lm task"):
+            tasks = task_configs(names, max_lengths, options.data, options.limit)
+        manager = TaskManager(include_defaults=False)
+        with sources.from_hub("the lm tasks", OSError):  # ConnectionError is one
+            return simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=options.limit, bootstrap_iters=0)
     finally:
         evaluator.get_git_commit_hash = asks_git
-        if not bars:
+        if not quiet:
             datasets.enable_progress_bars()
-
-
-def settings_of(options) -> tuple[list[str], list[int]]:
-    return list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
 
 
 OTHER_DATA = "the request file was made from other data than the harness has now: make it again with --stage requests"
@@ -196,7 +167,7 @@ def build(options, tokenizer) -> RequestSet:
     """Let the harness ask, and write down what it asks; equal questions once."""
     if tokenizer.eos_token_id is None:
         raise EvaluationError("the tokenizer has no end-of-text token (eos_token), which the harness begins texts with")
-    names, max_lengths = settings_of(options)
+    names, max_lengths = list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
     builder, seen = Builder(), set()
 
     def record(asked: list[Tokens]) -> list[tuple[float, bool]]:
@@ -251,34 +222,30 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     made = documents_of(told, max_lengths)
     if any(request.meta.get("documents", made) != made for request in asked.requests[:1]):
         raise EvaluationError(OTHER_DATA)
-    rows: list[dict] = []
     groups: dict[str, list[dict]] = {}
     scores: dict[str, dict] = {}
     for task, samples in told["samples"].items():
         name, _, length = task.rpartition("_") if task.startswith("wikitext_") else (task, "", "")
         for suffix, (metric, aggregate) in TASKS[name].groups.items():
             group = f"{name}{'/' + length if length else ''}{suffix}"
-            mine = []
+            mine = groups[group] = []
             for sample in samples:
                 row = {"id": f"{group}/{sample['doc_id']}", "group": group, "prompt_hash": sample["prompt_hash"]}
-                row["output"] = (
-                    [response[0] for response in sample["filtered_resps"]] if not length else sample["filtered_resps"]
-                )
+                answers = sample["filtered_resps"]
+                row["output"] = answers if length else [response[0] for response in answers]
                 result = sample[metric]
                 if isinstance(result, tuple):  # (log-likelihood, words)
                     mine.append(row | {"score": -result[0], "weight": result[1]})
                 else:
                     mine.append(row | {"score": -result if aggregate == "perplexity" else result})
-            rows += mine
-            groups[group] = mine
-            scores[group] = summary(mine, aggregate) | {"metric": metric}
             harness = told["results"][task][f"{metric},none"]
-            scores[group]["value"] = 100 * harness if aggregate == "mean" else harness
+            point = 100 * harness if aggregate == "mean" else harness
+            scores[group] = summary(mine, aggregate) | {"metric": metric, "value": point}
     if options.data is not None and "boolq" in scores:
         scores["boolq"]["note"] = BOOLQ_NOTE
     if set(AVERAGE) <= groups.keys():
         scores["average"] = average({name: groups[name] for name in AVERAGE})
-    return rows, scores
+    return [row for mine in groups.values() for row in mine], scores
 
 
 SUITE = Suite(
@@ -287,7 +254,7 @@ SUITE = Suite(
     build=build,
     metrics=metrics,
     options=(
-        max_lengths_option(MAX_LENGTHS),
+        max_lengths_option(",".join(map(str, MAX_LENGTHS))),
         Option("prefill", "contexts with several continuations", choices=PREFILLS, default="auto"),
     ),
     tasks=tuple(TASKS),

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ccq.evaluate import sources
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, Request, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
 from ccq.evaluate.statistics import LEAST_UNITS, grouped, summary
 from ccq.evaluate.suite import Option, Suite, lengths_option, positive
 from ccq.shipped import book
@@ -47,24 +46,19 @@ def documents(corpus: str, data: Path | None) -> list[str]:
     if corpus == "book":
         return book()["stories"]
     if data is not None:
-        rows = sources.rows(sources.find(data, CORPORA[corpus], ["text"]), ["text"])
-        return list(dict.fromkeys(row["text"] for row in rows))
-
+        return list(dict.fromkeys(row["text"] for row in sources.read(data, CORPORA[corpus], ["text"])))
     if corpus in NOT_ON_HUB:
         raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
-
-    def load() -> list[str]:
-        in_longbench = {"govreport": "gov_report", "qmsum": "qmsum", "narrativeqa": "narrativeqa", "qasper": "qasper"}
-        if corpus in in_longbench:
-            return [row["context"] for row in sources.longbench_archive(in_longbench[corpus])]
+    with sources.from_hub(f"the corpus {corpus}"):
+        if corpus not in ("pg19", "code"):
+            task = {"govreport": "gov_report"}.get(corpus, corpus)
+            return list(dict.fromkeys(row["context"] for row in sources.longbench_archive(task)))
         import datasets
 
         if corpus == "pg19":
-            return list(datasets.load_dataset("emozilla/pg19-test", split="test")["text"])
+            return list(dict.fromkeys(datasets.load_dataset("emozilla/pg19-test", split="test")["text"]))
         stream = datasets.load_dataset("codeparrot/codeparrot-clean-valid", split="train", streaming=True)
-        return [row["content"] for row in stream.take(2000)]
-
-    return list(dict.fromkeys(sources.from_hub(f"the corpus {corpus}", load)))
+        return list(dict.fromkeys(row["content"] for row in stream.take(2000)))
 
 
 def stream(texts: list[str], tokenizer, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -72,17 +66,15 @@ def stream(texts: list[str], tokenizer, most: int | None = None) -> tuple[np.nda
     the one it ends."""
     if tokenizer.eos_token_id is None:
         raise EvaluationError("the tokenizer has no end-of-text token (eos_token) to join documents with")
-    pieces: list[np.ndarray] = []
-    owners: list[np.ndarray] = []
+    tokens: list[int] = []
+    owner: list[int] = []
     for number, text in enumerate(texts):
-        if most is not None and sum(len(piece) for piece in pieces) >= most:
+        if most is not None and len(tokens) >= most:
             break
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        if number < len(texts) - 1:
-            ids = [*ids, tokenizer.eos_token_id]
-        pieces.append(np.asarray(ids, dtype=np.int32))
-        owners.append(np.full(len(ids), number, dtype=np.int32))
-    return np.concatenate(pieces)[:most], np.concatenate(owners)[:most]
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        tokens += [tokenizer.eos_token_id] * (number < len(texts) - 1)
+        owner += [number] * (len(tokens) - len(owner))
+    return np.array(tokens[:most], dtype=np.int32), np.array(owner[:most], dtype=np.int32)
 
 
 def window(
@@ -92,18 +84,16 @@ def window(
 
     `scored` > 0 scores only the last so many. `meta` has for each segment its document, its tokens, its block.
     """
-    length = end - begin
-    first = max(1, length - scored) if scored else 1
-    inside = owner[begin:end]
-    cuts = set((np.flatnonzero(np.diff(inside)) + 1).tolist())
+    length, inside = end - begin, owner[begin:end]
+    context = max(1, length - scored) if scored else 0
+    first = max(1, context)
+    begins = set((np.flatnonzero(np.diff(inside)) + 1).tolist())
     if blocks:
-        cuts |= set(range(BLOCK, length, BLOCK))
-    edges = [first, *sorted(cut for cut in cuts if cut > first), length]
-    segments = [[int(inside[a]), b - a, a // BLOCK] for a, b in itertools.pairwise(edges)]
-    context = first if scored else 0
-    request = Request(id, "score", base + begin, base + end, context=context, cuts=tuple(edges[1:-1]))
-    request.meta = {"segments": segments}
-    return request
+        begins |= set(range(BLOCK, length, BLOCK))
+    cuts = tuple(sorted(cut for cut in begins if cut > first))
+    parts = itertools.pairwise([first, *cuts, length])
+    meta = {"segments": [[int(inside[a]), b - a, a // BLOCK] for a, b in parts]}
+    return Request(id, "score", base + begin, base + end, context=context, cuts=cuts, meta=meta)
 
 
 def build(options, tokenizer) -> RequestSet:
@@ -113,19 +103,18 @@ def build(options, tokenizer) -> RequestSet:
     builder, corpora, longest = Builder(), {}, lengths[-1]
     left_out = NOT_ON_HUB if options.data is None and not options.tasks else ()
     for corpus in options.tasks or [corpus for corpus in CORPORA if corpus not in left_out]:
-        most = None if options.limit is None else options.limit * longest  # no window reaches further
-        if options.tokens is not None:
-            most = min(options.tokens, most or options.tokens)
+        reach = options.limit and options.limit * longest  # no window goes further
+        most = min(filter(None, (reach, options.tokens)), default=None)
         texts = documents(corpus, options.data)
         tokens, owner = stream(texts, tokenizer, most)
         base = builder.stream(tokens)
         corpora[corpus] = {"documents": len(texts), "tokens": len(tokens)}
         for length in lengths:
-            for number in range(limited(len(tokens) // length, options.limit)):
+            for number in range(len(tokens) // length)[: options.limit]:
                 name, begin = f"{corpus}/{length}/{number}", number * length
                 request = window(name, base, begin, begin + length, owner, blocks=length == longest)
                 builder.requests.append(request)
-        for number in range(limited(len(tokens) // longest, options.limit)):
+        for number in range(len(tokens) // longest)[: options.limit]:
             end = (number + 1) * longest
             for length in lengths:
                 if length > SCORED:
@@ -138,25 +127,18 @@ def build(options, tokenizer) -> RequestSet:
     return builder.done("length", settings, notes)
 
 
-def limited(count: int, limit: int | None) -> int:
-    return count if limit is None else min(count, limit)
-
-
 def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
     """A sample row is a document's part of a window; perplexity with intervals over documents."""
     rows: list[dict] = []
-    positions: dict[str, dict[int, list[float]]] = {}
+    positions: dict[str, dict[int, list]] = {}  # [group][block]: summed loss and tokens
     longest = max(asked.settings["lengths"])
     for request, answer in zip(asked.requests, answers, strict=True):
-        corpus, *view, number = request.id.split("/")
-        group = "/".join([corpus, *view])
-        parts: dict[int, list[float]] = {}
+        group, _, number = request.id.rpartition("/")
+        parts: dict[int, list] = {}  # [document]
+        blocks = positions.setdefault(group, {})
         for (document, count, block), nll in zip(request.meta["segments"], answer["nll"], strict=True):
-            part = parts.setdefault(document, [0.0, 0])
-            part[0], part[1] = part[0] + nll, part[1] + count
-            if view == [str(longest)]:
-                total = positions.setdefault(corpus, {}).setdefault(block, [0.0, 0])
-                total[0], total[1] = total[0] + nll, total[1] + count
+            for sums in (parts.setdefault(document, [0.0, 0]), blocks.setdefault(block, [0.0, 0])):
+                sums[:] = sums[0] + nll, sums[1] + count
         for document, (nll, count) in parts.items():
             row: dict = {"id": f"{request.id}/{document}", "group": group, "unit": document, "window": int(number)}
             rows.append({**row, "score": nll, "weight": count, "output": nll / count})
@@ -167,10 +149,9 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         few = windows < FEW or score["units"] < LEAST_UNITS
         scores[group] = {**score, "windows": windows, "documents": score["units"], "few": few}
         if group.endswith(f"/{longest}") and "/same/" not in group:
-            blocks = positions[group.split("/")[0]]
             scores[group]["loss_by_position"] = [
                 {"from": block * BLOCK, "loss": total / count, "tokens": count}
-                for block, (total, count) in sorted(blocks.items())
+                for block, (total, count) in sorted(positions[group].items())
             ]
     return rows, scores
 

@@ -13,7 +13,6 @@ The metrics are written anew and kept equal to the original's, quirks included:
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import string
 import tomllib
@@ -22,8 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ccq.evaluate import sources
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, grouped, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
 
@@ -53,16 +51,11 @@ def f1(prediction: str, answer: str, classes: Sequence[str] | None = None) -> fl
     return 2 * precision * recall / (precision + recall)
 
 
-@functools.cache
-def _rouge():
+def rouge_l(prediction: str, answer: str, classes: Sequence[str] | None = None) -> float:
     from rouge import Rouge
 
-    return Rouge()
-
-
-def rouge_l(prediction: str, answer: str, classes: Sequence[str] | None = None) -> float:
     try:
-        return _rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+        return Rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
     except Exception:  # it refuses empty texts; the original takes any error as 0
         return 0.0
 
@@ -124,53 +117,42 @@ def truncated(prompt: str, tokenizer, room: int) -> list[int]:
     while len(cut) > room:
         half = kept // 2
         ends = (tokens[:half], tokens[len(tokens) - half :])
-        cut = tokenizer(
-            "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends), verbose=False
-        ).input_ids
+        text = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends)
+        cut = tokenizer(text, verbose=False).input_ids
         kept -= max(2, len(cut) - room)
     return cut
 
 
 def load(tasks: Sequence[str], data: Path | None) -> dict[str, list[dict]]:
     """Rows a task: of its own file (longbench_TASK or TASK) where there is one, else of MiniLongBench's."""
-    if data is None:
-        hub = {
-            task: sources.from_hub(f"LongBench's {task}", functools.partial(sources.longbench_archive, task))
-            for task in tasks
-        }
-        return hub
     found, mini = {}, None
     for task in tasks:
-        own = next((name for name in (f"longbench_{task}", task) if sources.exists(data, name)), None)
-        if own:
-            found[task] = sources.rows(sources.find(data, own, FIELDS), FIELDS)
-            continue
-        if mini is None:
-            mini = sources.rows(sources.find(data, "minilongbench_en14", FIELDS), FIELDS)
-        found[task] = [row for row in mini if row["dataset"] == task]
+        if data is None:
+            with sources.from_hub(f"LongBench's {task}"):
+                found[task] = sources.longbench_archive(task)
+        elif own := sources.find(data, f"longbench_{task}") or sources.find(data, task):
+            found[task] = sources.rows(own, FIELDS)
+        else:
+            mini = mini or sources.read(data, "minilongbench_en14", FIELDS)
+            found[task] = [row for row in mini if row["dataset"] == task]
         if not found[task]:
-            raise EvaluationError(
-                f"{data} has no rows of the LongBench task {task}: expected longbench_{task}.jsonl.zst"
-            )
+            expected = f"expected longbench_{task}.jsonl.zst"
+            raise EvaluationError(f"{data} has no rows of the LongBench task {task}: {expected}")
     return found
 
 
 def build(options, tokenizer) -> RequestSet:
     tasks = list(options.tasks or PAPERS)
     new = {task: TASKS[task]["tokens"] for task in tasks}
-    limits = options.max_lengths or MAX_LENGTHS
-    short = [x for x in limits if x <= max(new.values())]
-    if short:
-        raise EvaluationError(
-            f"--max-length: {short[0]} leaves no room for a prompt beside {max(new.values())} new tokens"
-        )
+    limits, most = options.max_lengths or MAX_LENGTHS, max(new.values())
+    if min(limits) <= most:
+        raise EvaluationError(f"--max-length: {min(limits)} leaves no room for a prompt beside {most} new tokens")
     builder, counts = Builder(), {}
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
     for task, rows in load(tasks, options.data).items():
-        rows = rows if options.limit is None else rows[: options.limit]
-        counts[task] = len(rows)
-        for number, row in enumerate(rows):
+        counts[task] = len(rows[: options.limit])
+        for number, row in enumerate(rows[: options.limit]):
             prompt = TASKS[task]["prompt"].format(context=row["context"], input=row["input"])
             for limit in limits:
                 tokens = truncated(prompt, tokenizer, limit - new[task])
@@ -178,12 +160,7 @@ def build(options, tokenizer) -> RequestSet:
                 how = {"stop": tuple(eos + newline), "min_new": 1} if task == "samsum" else {"stop": tuple(eos)}
                 meta = {"answers": row["answers"], "classes": row["all_classes"], "task": task, "max_length": limit}
                 builder.add(f"{task}/{limit}/{number}", "generate", tokens, max_new=new[task], meta=meta, **how)
-    settings = {
-        "tasks": tasks,
-        "max_lengths": list(limits),
-        "rows": counts,
-        "new_tokens": new,
-    }
+    settings = {"tasks": tasks, "max_lengths": list(limits), "rows": counts, "new_tokens": new}
     fewest = min(counts.values())
     notes = [f"{fewest} to {max(counts.values())} rows a task"]
     if fewest < 100:
@@ -200,14 +177,13 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         result = score(meta["task"], output, meta["answers"], meta["classes"])
         group = f"{meta['task']}/{meta['max_length']}"
         rows.append({"id": request.id, "group": group, "output": output, "score": result})
-    groups = grouped(rows)
+    groups, asked_for = grouped(rows), asked.settings["tasks"]
     scores = {name: summary(mine) for name, mine in groups.items()}
+    lists = {"average": PAPERS, "average of LongBench's English": ENGLISH}
+    whole = {name: tasks for name, tasks in lists.items() if set(tasks) <= set(asked_for)}
     for limit in asked.settings["max_lengths"]:
-        mine = {task: groups[f"{task}/{limit}"] for task in asked.settings["tasks"]}
-        lists = {"average": PAPERS, "average of LongBench's English": ENGLISH}
-        whole = {name: tasks for name, tasks in lists.items() if set(tasks) <= mine.keys()}
-        for name, tasks in (whole or {f"average of {len(mine)}": tuple(mine)}).items():
-            scores[f"{name}/{limit}"] = average({f"{task}/{limit}": mine[task] for task in tasks})
+        for name, tasks in (whole or {f"average of {len(asked_for)}": asked_for}).items():
+            scores[f"{name}/{limit}"] = average({f"{task}/{limit}": groups[f"{task}/{limit}"] for task in tasks})
     return rows, scores
 
 
@@ -216,7 +192,7 @@ SUITE = Suite(
     help="LongBench, by default the paper's 14 of its tasks",
     build=build,
     metrics=metrics,
-    options=(max_lengths_option(MAX_LENGTHS),),
+    options=(max_lengths_option(",".join(map(str, MAX_LENGTHS))),),
     tasks=tuple(TASKS),
     data=("longbench_TASK", "minilongbench_en14"),
     axis=4,

@@ -1,15 +1,17 @@
-"""Multi-query associative recall, zoology's test slices or others: the share of keys whose value the model gives."""
+"""Recall, the share of answers that the model gives: multi-query associative recall (zoology's test slices or others),
+and MAD's in-context recall, noisy, plain or fuzzy, of keys that were there before."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, grouped, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 
@@ -19,12 +21,10 @@ VOCABULARY, SAMPLES = 8192, 1000  # zoology's
 def as_trained(options: Any, config: Any, source: str = "mqar") -> Any:
     """The options with the settings of what the model was trained on, where they name none."""
     told = getattr(config, "recall", None)
-    if told is None:
-        return options
-    theirs = told.get("source", "mqar")
+    theirs = told.get("source", "mqar") if told else source
     if theirs != source and options.slices is None:
         raise EvaluationError(f"the model was trained on {theirs}: ask --suite {theirs}, or name --slices")
-    if theirs != source:
+    if told is None or theirs != source:
         return options
     given = {"slices": tuple((*kind, SAMPLES) for kind in told["slices"]), "recall_vocab_size": told["vocab_size"]}
     given |= {name: told[name] for name in ("updates", "noise") if name in told}
@@ -53,6 +53,14 @@ def build(options: Any, tokenizer: Any) -> RequestSet:
     return asked_of(options, MQAR, usual, VOCABULARY, {"updates": updates} if updates else {})
 
 
+def build_mad(options: Any, tokenizer: Any) -> RequestSet:
+    from ccq.data.mad import MAD, TEST_SAMPLES
+    from ccq.data.recall import Slice
+
+    noise = 0.2 if options.noise is None else options.noise
+    return asked_of(options, MAD, [Slice(128, 1, TEST_SAMPLES)], 32, {"noise": noise})
+
+
 def asked_of(options: Any, kind: Any, usual: Sequence, vocabulary: int, more: dict[str, Any]) -> RequestSet:
     """The test samples of a recall task, the slices `usual` unless others are named; `more` are its own settings."""
     from ccq.data.recall import Slice
@@ -70,15 +78,13 @@ def asked_of(options: Any, kind: Any, usual: Sequence, vocabulary: int, more: di
         raise EvaluationError(f"--slices, --recall-vocab-size: {error}") from error
     builder, names = Builder(), []
     for number, part in enumerate(task.slices):
-        count = part.samples if options.limit is None else min(part.samples, options.limit)
-        batch = task.of(number, np.arange(count))
-        names.append({"length": part.length, kind.second: part.pairs, "samples": count})
+        samples = np.arange(part.samples)[: options.limit]
+        batch = task.of(number, samples)
+        names.append({"length": part.length, kind.second: part.pairs, "samples": len(samples)})
         for index, (inputs, labels) in enumerate(zip(batch.input_ids.numpy(), batch.labels.numpy(), strict=True)):
             asked = np.flatnonzero(labels >= 0)
-            meta = {"answers": labels[asked].tolist()}
-            builder.add(
-                f"{part.length}-{part.pairs}/{index}", "argmax", inputs, positions=tuple(asked.tolist()), meta=meta
-            )
+            where = {"positions": tuple(asked.tolist()), "meta": {"answers": labels[asked].tolist()}}
+            builder.add(f"{part.length}-{part.pairs}/{index}", "argmax", inputs, **where)
     return builder.done(name, {"slices": names, "seed": options.seed, "vocabulary": task.vocab_size, **more})
 
 
@@ -87,10 +93,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     rows = []
     for request, answer in zip(asked.requests, answers, strict=True):
         right = [int(a == b) for a, b in zip(answer["tokens"], request.meta["answers"], strict=True)]
-        group = request.id.split("/")[0]
-        rows.append(
-            {"id": request.id, "group": group, "output": answer["tokens"], "score": sum(right), "weight": len(right)}
-        )
+        row = {"id": request.id, "group": request.id.split("/")[0], "output": answer["tokens"]}
+        rows.append(row | {"score": sum(right), "weight": len(right)})
     groups = grouped(rows)
     scores = {name: summary(mine) for name, mine in groups.items()}
     if len(groups) > 1:
@@ -98,6 +102,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     return rows, scores
 
 
+UPDATES = Option("updates", "keys that get another value (default: the model's own, else 0)", int)
+NOISE = Option("noise", "the share of pairs that are noise (default: the model's own, else 0.2)", float)
 SLICES = Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
 SIZE = Option("recall_vocab_size", "of the samples (default: the model's own, else as published)", positive)
 
@@ -106,13 +112,15 @@ SUITE = Suite(
     help="multi-query associative recall, zoology's test slices",
     build=build,
     metrics=metrics,
-    options=(
-        lengths_option("all"),
-        SLICES,
-        SIZE,
-        Option("updates", "keys that get another value (default: the model's own, else 0)", int),
-        SEED,
-    ),
+    options=(lengths_option("all"), SLICES, SIZE, UPDATES, SEED),
     text=False,
     as_trained=as_trained,
+)
+MAD = replace(
+    SUITE,
+    name="mad",
+    help="MAD's in-context recall: noisy (--slices 128x1x1280), or fuzzy (--slices 128x3x1280 --noise 0)",
+    build=build_mad,
+    options=(lengths_option("all"), SLICES, SIZE, NOISE, SEED),
+    as_trained=functools.partial(as_trained, source="mad"),
 )

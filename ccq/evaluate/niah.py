@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,7 @@ import numpy as np
 from ccq.data.counter import bits, key_of
 from ccq.data.needles import is_training_key, is_training_value, words
 from ccq.evaluate import sources
-from ccq.evaluate.errors import EvaluationError
-from ccq.evaluate.requests import Builder, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.results import tokenizer_hash, write_rows
 from ccq.evaluate.statistics import grouped, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
@@ -55,28 +54,28 @@ PROMPT = (
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
 DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
-SIZINGS = ("ruler", "full", "lm-eval")
+SIZINGS = {
+    "ruler": "haystacks sized as RULER does",
+    "full": "the largest haystack that fits",
+    "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
+}
 TRIES = 100  # of RULER's to draw a needle that fits where the haystack can shrink no more: it has no end to them
-KEYS = ("all", "odd")
+KEYS = {
+    "all": "all, also those that needle documents of `ccq data prepare` may hold",
+    "odd": "only those that training data with needles never holds",
+}
 GENERATOR = 1  # raise it with any change to what is drawn
 
 
-class Draws:
-    """Draws that are a function of a key alone, each from 64 bits of `ccq.data.counter`."""
+def draws(*key: object) -> Iterator[int]:
+    """Draws of 64 bits that are a function of a key alone."""
+    number = key_of("niah", GENERATOR, *key)
+    return (int(bits(number, np.array([count]), 1)[0, 0]) for count in itertools.count(1))
 
-    def __init__(self, *key: object) -> None:
-        self.key, self.count = key_of("niah", GENERATOR, *key), 0
 
-    def bits(self) -> int:
-        self.count += 1
-        return int(bits(self.key, np.array([self.count]), 1)[0, 0])
-
-    def below(self, n: int) -> int:
-        """Uniform over range(n): what lies past the last multiple of n is drawn again."""
-        while True:
-            x = self.bits()
-            if x < 2**64 - 2**64 % n:
-                return x % n
+def below(n: int, drawn: Iterator[int]) -> int:
+    """Uniform over range(n): what lies past the last multiple of n is drawn again."""
+    return next(x % n for x in drawn if x < 2**64 - 2**64 % n)
 
 
 @dataclass(frozen=True)
@@ -93,21 +92,16 @@ def draw(
 ) -> Needle:
     """RULER's draw: an adjective-noun pair, a number of 7 digits or a random UUID, one of 40 depths."""
     haystack, values = KNOWN[task]
-    draws = Draws(seed, task, length, index)
-    adjectives, nouns = word_lists
-    while True:
-        key = f"{adjectives[draws.below(len(adjectives))]}-{nouns[draws.below(len(nouns))]}"
-        if keys == "all" or not is_training_key(key):
-            break
-    while True:
+    drawn = draws(seed, task, length, index)
+    key = value = ""
+    while not key or (keys == "odd" and is_training_key(key)):
+        key = "-".join(part[below(len(part), drawn)] for part in word_lists)
+    while not value or (keys == "odd" and is_training_value(value)):
         if values == "numbers":
-            value = str(10**6 + draws.below(9 * 10**6))
+            value = str(10**6 + below(9 * 10**6, drawn))
         else:
-            value = str(uuid.UUID(int=draws.bits() << 64 | draws.bits(), version=4))
-        if keys == "all" or not is_training_value(value):
-            break
-    place = draws.bits() if haystack == "noise" else DEPTHS[draws.below(len(DEPTHS))]
-    return Needle(key, value, place)
+            value = str(uuid.UUID(int=next(drawn) << 64 | next(drawn), version=4))
+    return Needle(key, value, next(drawn) if haystack == "noise" else DEPTHS[below(len(DEPTHS), drawn)])
 
 
 class Haystack:
@@ -119,11 +113,11 @@ class Haystack:
         if kind == "essay":
             text = essays(data)
             self.split, self.versions = splitter(data)
-            self.versions["essays"] = hashlib.sha256(text.encode()).hexdigest()
+            self.versions["essays"] = sha256(text)
         elif kind == "book":
             text = "\n\n".join(book()["stories"])
             self.split = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][”’])) (?=[“‘A-Z])").split
-            self.versions["book"] = hashlib.sha256(text.encode()).hexdigest()
+            self.versions["book"] = sha256(text)
         if kind != "noise":
             self.words = re.sub(r"\s+", " ", text).split(" ")
             self.sentences = functools.lru_cache(maxsize=1024)(self._sentences)
@@ -144,15 +138,11 @@ class Haystack:
 
 def essays(data: Path | None) -> str:
     if data is not None:
-        (row,) = sources.rows(sources.find(data, "PaulGrahamEssays", ["text"]), ["text"])[:1]
-        return row["text"]
-
-    def load() -> list[str]:
+        return sources.read(data, "PaulGrahamEssays", ["text"])[0]["text"]
+    with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)"):
         import datasets
 
-        return list(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])
-
-    return " ".join(sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)", load))
+        return " ".join(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])
 
 
 def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, str]]:
@@ -227,51 +217,43 @@ class Sizer:
 
     def __post_init__(self) -> None:
         model = Needle("model-needle", "0" * 7 if KNOWN[self.task][1] == "numbers" else "0" * 36, 0)
-        empty = self.count(render(self.task, self.haystack, 0, model)[0])
-        self.room = self.length - self.answer
+        empty, self.room = self.tokens(model, 0), self.length - self.answer
+        noise = 25 if self.length >= 4096 else 5
+        self.step = noise if self.haystack.kind == "noise" else 500
         if empty > self.room:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task}: its prompt without a haystack has {empty} "
                 f"tokens and the answer {self.answer}, {empty + self.answer} in all"
             )
         if self.sizing == "full":
-            self.start = max(1, largest(self._counts(model), self.room, 1))
-        elif self.sizing == "ruler":
-            self.start = self._start_of_ruler()
+            self.start = max(1, largest(functools.partial(self.tokens, model), self.room, 1))
         else:
-            self.start = self._start_of_lm_eval(model)
+            self.start = self._start_of_ruler() if self.sizing == "ruler" else self._start_of_lm_eval(model)
 
-    def _counts(self, needle: Needle) -> Callable[[int], int]:
-        return functools.cache(lambda size: self.count(render(self.task, self.haystack, size, needle)[0]))
+    def tokens(self, needle: Needle, size: int) -> int:
+        return self.count(render(self.task, self.haystack, size, needle)[0])
 
     def sample(self, index: int) -> tuple[Needle, int]:
         """The needle of a sample, and the size of its haystack."""
         needle = self.drawn(index)
         if self.sizing == "full":
-            size = largest(self._counts(needle), self.room, self.start)
+            size = largest(functools.partial(self.tokens, needle), self.room, self.start)
         elif self.sizing == "ruler":
             size, again, least = self.start, 0, 0
-            while self._counts(needle)(size) > self.room and least < TRIES:  # RULER draws the whole sample again
+            while self.tokens(needle, size) > self.room and least < TRIES:  # RULER draws the whole sample again
                 size, least = (size - self.step, 0) if size > self.step else (size, least + 1)
                 again += 1
                 needle = self.drawn(f"{index}, again {again}")
             size = -1 if least == TRIES else size
         else:
-            size = next(
-                (size for size in range(self.start, 0, -self.step) if self._question(size, needle) <= self.room), -1
-            )
+            sizes = range(self.start, 0, -self.step)
+            size = next((size for size in sizes if self._question(size, needle) <= self.room), -1)
         if size < 0:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task} with --sizing {self.sizing}: no sample fits "
                 f"(--sizing full goes down to the shortest)"
             )
         return needle, size
-
-    @property
-    def step(self) -> int:
-        if self.haystack.kind != "noise":
-            return 500
-        return 25 if self.length >= 4096 else 5
 
     def _question(self, size: int, needle: Needle, more: str = "") -> int:
         """lm-evaluation-harness counts without the answer prefix."""
@@ -280,75 +262,58 @@ class Sizer:
 
     def _start_of_ruler(self) -> int:
         """Bisection between one step and three times what one step's tokens suggest, each size with another needle."""
-        numbers = itertools.count()
-
-        def tokens(size: int) -> int:
-            return self._counts(self.drawn(f"size {next(numbers)}"))(size)
-
+        needles = (self.drawn(f"size {number}") for number in itertools.count())
         low = start = self.step
-        high = max(int(self.length / (tokens(low) / low) * 3), 2 * low)
+        high = max(int(self.length / (self.tokens(next(needles), low) / low) * 3), 2 * low)
         while low <= high:
             middle = (low + high) // 2
-            if tokens(middle) <= self.room:
+            if self.tokens(next(needles), middle) <= self.room:
                 low, start = middle + 1, middle
             else:
                 high = middle - 1
         return start
 
     def _start_of_lm_eval(self, needle: Needle) -> int:
-        size = self.step
-        while True:
+        for size in itertools.count(self.step, self.step):
             total = self._question(size, needle, needle.value)
-            if total > self.room:
-                return max(1, size - self.step)
-            if total == self.room:
-                return size + self.step
-            size += self.step
+            if total >= self.room:
+                break
+        return size + self.step if total == self.room else max(1, size - self.step)
 
 
 def build(options, tokenizer) -> RequestSet:
     """Draw (or read, where they are frozen) the samples, and ask for the needle."""
-    lengths = options.lengths or LENGTHS
-    count = SAMPLES if options.limit is None else min(SAMPLES, options.limit)
-    settings = {
-        "tasks": list(options.tasks or TASKS),
-        "lengths": list(lengths),
-        "samples": count,
-        "seed": options.seed,
-        "sizing": options.sizing,
-        "keys": options.keys,
-        "max_new_tokens": options.answer_tokens or ANSWER,
-    }
+    tasks, lengths = list(options.tasks or TASKS), list(options.lengths or LENGTHS)
+    count, new = min(SAMPLES, options.limit or SAMPLES), options.answer_tokens or ANSWER
     builder, hashes, fill = Builder(), {}, {}
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    for task in settings["tasks"]:
+    for task in tasks:
         haystack = Haystack(KNOWN[task][0], options.data)
         for length in lengths:
-            rows, hash_ = frozen(task, length, count, options, tokenizer, haystack)
-            hashes[f"{task}/{length}"] = hash_
-            fill[f"{task}/{length}"] = min(row["tokens"] + settings["max_new_tokens"] for row in rows) / length
+            group = f"{task}/{length}"
+            rows, hashes[group] = frozen(task, length, count, options, tokenizer, haystack)
+            fill[group] = min(row["tokens"] + new for row in rows) / length
             for row in rows:
                 tokens = tokenizer(row["prompt"]).input_ids
-                meta = {"answer": row["answer"], "depth": row["depth"], "group": f"{task}/{length}"}
-                how = {"max_new": settings["max_new_tokens"], "stop": stop, "meta": meta}
-                builder.add(f"{task}/{length}/{row['index']}", "generate", tokens, **how)
-    settings["sample_files"] = hashes
-    settings["least_filled"] = fill
-    sized = {
-        "full": "the largest haystack that fits",
-        "ruler": "haystacks sized as RULER does",
-        "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
-    }[options.sizing]
-    notes = [f"{sized}; the shortest prompt with its answer fills {100 * min(fill.values()):.1f}% of its length"]
-    if settings["max_new_tokens"] != ANSWER:
-        notes.append(f"{settings['max_new_tokens']} tokens of answer instead of RULER's {ANSWER}")
-    if "niah_book" in settings["tasks"]:
+                meta = {"answer": row["answer"], "depth": row["depth"], "group": group}
+                builder.add(f"{group}/{row['index']}", "generate", tokens, max_new=new, stop=stop, meta=meta)
+    settings = {
+        "tasks": tasks,
+        "lengths": lengths,
+        "samples": count,
+        **{name: getattr(options, name) for name in ("seed", "sizing", "keys")},
+        "max_new_tokens": new,
+        "sample_files": hashes,
+        "least_filled": fill,
+    }
+    least = f"{100 * min(fill.values()):.1f}%"
+    notes = [f"{SIZINGS[options.sizing]}; the shortest prompt with its answer fills {least} of its length"]
+    if new != ANSWER:
+        notes.append(f"{new} tokens of answer instead of RULER's {ANSWER}")
+    if "niah_book" in tasks:
         told = book()
         notes.append(f"niah_book: the haystack is {told['title']} by {told['author']}, not RULER's essays")
-    if options.keys == "odd":
-        notes.append("keys and values: only those that training data with needles never holds")
-    else:
-        notes.append("keys and values: all, also those that needle documents of `ccq data prepare` may hold")
+    notes.append(f"keys and values: {KEYS[options.keys]}")
     return builder.done("niah", settings, notes)
 
 
@@ -357,43 +322,40 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
     header = {
         "task": task,
         "length": length,
-        "seed": options.seed,
-        "sizing": options.sizing,
-        "keys": options.keys,
+        **{name: getattr(options, name) for name in ("seed", "sizing", "keys")},
         "samples": count,
         "generator": GENERATOR,
         "tokenizer": tokenizer_hash(tokenizer),
         "wonderwords": importlib.metadata.version("wonderwords"),
-        "words": hashlib.sha256("\n".join(itertools.chain(*words())).encode()).hexdigest(),
+        "words": sha256("\n".join(itertools.chain(*words()))),
         **haystack.versions,
     }
     answer = max(ANSWER, options.answer_tokens or 0)  # a shorter one leaves the prompts as RULER's are
     if answer != ANSWER:
         header["answer"] = answer
-    made_of = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+    made_of = sha256(json.dumps(header, sort_keys=True))
     path = options.out / "samples" / f"{task}-{length}-{count}-{made_of[:12]}.jsonl"
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
-        if lines and json.loads(lines[0]) == header | {
-            "sha256": hashlib.sha256("\n".join(lines[1:]).encode()).hexdigest()
-        }:
-            return [json.loads(line) for line in lines[1:]], hashlib.sha256(path.read_bytes()).hexdigest()
+    if not path.exists():
+        counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
+        drawn = functools.partial(draw, task, length, seed=options.seed, keys=options.keys, word_lists=words())
+        sizer = Sizer(task, length, options.sizing, haystack, counted, drawn, answer)
+        rows = []
+        for index in range(count):
+            needle, size = sizer.sample(index)
+            prompt, depth = render(task, haystack, size, needle)
+            row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
+            rows.append(row | {"size": size, "tokens": counted(prompt)})
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        write_rows(path, [header | {"sha256": sha256("\n".join(lines))}, *rows])
+    text = path.read_text(encoding="utf-8")
+    first, *lines = text.removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
+    if json.loads(first) != header | {"sha256": sha256("\n".join(lines))}:
         raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
-    counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
-    sizer = Sizer(
-        task, length, options.sizing, haystack, counted,
-        lambda number: draw(task, length, number, options.seed, options.keys, words()), answer,
-    )  # fmt: skip
-    rows = []
-    for index in range(count):
-        needle, size = sizer.sample(index)
-        prompt, depth = render(task, haystack, size, needle)
-        row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
-        rows.append(row | {"size": size, "tokens": counted(prompt)})
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    header["sha256"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    write_rows(path, [header, *rows])
-    return rows, hashlib.sha256(path.read_bytes()).hexdigest()
+    return [json.loads(line) for line in lines], sha256(text)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def match(output: str, answer: str) -> float:
@@ -415,10 +377,8 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
     scores = {}
     for group, mine in grouped(rows).items():
-        bins: dict[int, list[dict]] = {}
-        for row in mine:
-            bins.setdefault(min(9, int(row["depth"] // 10)), []).append(row)
-        by_depth = {f"{10 * at}-{10 * at + 10}%": summary(bins[at]) for at in sorted(bins)}
+        tenths = sorted(grouped(mine, lambda row: min(9, int(row["depth"] // 10))).items())
+        by_depth = {f"{10 * at}-{10 * at + 10}%": summary(some) for at, some in tenths}
         scores[group] = {**summary(mine), "by_depth": by_depth}
     return rows, scores
 
@@ -431,8 +391,8 @@ SUITE = Suite(
     options=(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
-        Option("sizing", "how large the haystack is", choices=SIZINGS, default="ruler"),
-        Option("keys", "'odd' takes those that training never saw", choices=KEYS, default="all"),
+        Option("sizing", "how large the haystack is", choices=tuple(SIZINGS), default="ruler"),
+        Option("keys", "'odd' takes those that training never saw", choices=tuple(KEYS), default="all"),
         SEED,
     ),
     tasks=tuple(KNOWN),

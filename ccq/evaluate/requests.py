@@ -8,7 +8,6 @@ answers them all and a machine with a GPU needs neither the data nor the benchma
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -17,10 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ccq.evaluate.errors import EvaluationError
+from ccq.errors import UserError
 from ccq.files import whole_file
 
 FORMAT = 1
+
+
+class EvaluationError(UserError):
+    """Input, data or model are missing, damaged or do not fit; the message names it and what was expected."""
 
 
 @dataclass
@@ -77,16 +80,14 @@ class RequestSet:
         return max((request.length + request.max_new for request in self.requests), default=0)
 
     def save(self, path: Path) -> None:
-        header = {
-            "format": FORMAT,
-            "suite": self.suite,
-            "settings": self.settings,
-            "notes": self.notes,
-            "origin": self.origin,
-            "requests": [lean(request) for request in self.requests],
-        }
+        header = {name: getattr(self, name) for name in ("suite", "settings", "notes", "origin")}
+        header["requests"] = [  # without what is empty
+            {name: x for name, x in vars(request).items() if x or name in ("id", "kind", "begin", "end")}
+            for request in self.requests
+        ]
+        told = json.dumps({"format": FORMAT, **header}).encode()
         with whole_file(path) as file:
-            np.savez_compressed(file, tokens=self.tokens, header=np.frombuffer(json.dumps(header).encode(), np.uint8))
+            np.savez_compressed(file, tokens=self.tokens, header=np.frombuffer(told, np.uint8))
 
     @classmethod
     def load(cls, path: Path) -> RequestSet:
@@ -108,22 +109,11 @@ class RequestSet:
         return cls(header["suite"], header["settings"], tokens, requests, header["notes"], header.get("origin"))
 
 
-def lean(request: Request) -> dict:
-    """The fields that are not what they are by default."""
-    row = {}
-    for item in dataclasses.fields(request):
-        content = getattr(request, item.name)
-        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        if content != default:
-            row[item.name] = content
-    return row
-
-
 class Builder:
     """Collects requests, each with tokens of its own."""
 
     def __init__(self) -> None:
-        self.pieces: list[np.ndarray] = []
+        self.pieces: list[np.ndarray] = [np.zeros(0, np.int32)]
         self.requests: list[Request] = []
         self.size = 0
 
@@ -139,5 +129,4 @@ class Builder:
         self.requests.append(Request(id, kind, begin, self.size, **fields))
 
     def done(self, suite: str, settings: dict, notes: Sequence[str] = ()) -> RequestSet:
-        tokens = np.concatenate(self.pieces) if self.pieces else np.zeros(0, np.int32)
-        return RequestSet(suite, settings, tokens, self.requests, list(notes))
+        return RequestSet(suite, settings, np.concatenate(self.pieces), self.requests, list(notes))

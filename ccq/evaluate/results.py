@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.files import whole_file
 from ccq.systems import OFF, UNCHANGED, Identity
 
@@ -100,7 +100,7 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
 
 
 def read_result(out: Path, suite: str) -> dict | None:
-    """OUT/SUITE.json where it is whole."""
+    """OUT/SUITE.json where it is whole; it is written when it is finished."""
     path = out / f"{suite}.json"
     try:
         found = json.loads(path.read_text())
@@ -119,37 +119,28 @@ class Responses:
     """
 
     def __init__(self, path: Path, identity: dict) -> None:
-        self.path, self.identity = path, identity
-        self.answers: dict[str, dict] = {}
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._read(identity)
-        else:
-            self._append([{"identity": identity}])
-
-    def _read(self, identity: dict) -> None:
-        content = self.path.read_bytes()
+        content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        lines = whole.decode().splitlines()
         try:
-            rows = [json.loads(line) for line in lines]
-            theirs = rows[0]["identity"] if rows else identity
+            rows = [json.loads(line) for line in whole.decode().splitlines()] or [{"identity": identity}]
+            theirs = rows[0]["identity"]
         except (json.JSONDecodeError, KeyError) as error:
-            raise EvaluationError(f"{self.path} is damaged ({error}): run with --again to start it over") from error
-        self.identity = theirs | identity
+            raise EvaluationError(f"{path} is damaged ({error}): run with --again to start it over") from error
         for name in ("model_hash", "dtype", "lam"):
             expected = theirs.get(name, identity.get(name))  # of an older version's file: not told
             if identity.get(name, expected) != expected:
                 raise EvaluationError(
-                    f"{self.path.parent.parent} has answers of another run: {name} was {expected}, "
+                    f"{path.parent.parent} has answers of another run: {name} was {expected}, "
                     f"now it is {identity[name]}. Take another --out, or --again to start over"
                 )
+        self.identity = theirs | identity
+        self.answers: dict[str, dict] = {row["key"]: row for row in rows[1:]}
         if len(whole) < len(content):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        if not rows:
-            self._append([{"identity": identity}])
-        self.answers = {row["key"]: row for row in rows[1:]}
+            os.truncate(path, len(whole))
+        if not whole:
+            self._append(rows)
 
     def add(self, rows: list[dict]) -> None:
         self._append(rows)

@@ -4,39 +4,37 @@ is named, with what it should be."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.files import open_text
 from ccq.names import first_line
 
 ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
 
 
-def find(folder: Path, name: str, fields: Sequence[str]) -> Path:
+def find(folder: Path, name: str) -> Path | None:
     """The file `name` with one of ENDINGS."""
-    for ending in ENDINGS:
-        if (folder / (name + ending)).is_file():
-            return folder / (name + ending)
-    raise EvaluationError(
-        f"{folder / name}.jsonl.zst is missing: expected JSON lines (.jsonl or .jsonl.zst) with the fields "
-        f"{', '.join(fields)}"
-    )
+    return next((path for ending in ENDINGS if (path := folder / (name + ending)).is_file()), None)
 
 
-def exists(folder: Path, name: str) -> bool:
-    return any((folder / (name + ending)).is_file() for ending in ENDINGS)
+def read(folder: Path, name: str, fields: Sequence[str]) -> list[dict]:
+    """The rows of the file `name`, which must be there."""
+    path = find(folder, name)
+    if path is None:
+        raise EvaluationError(
+            f"{folder / name}.jsonl.zst is missing: expected JSON lines (.jsonl or .jsonl.zst) with the fields "
+            f"{', '.join(fields)}"
+        )
+    return rows(path, fields)
 
 
 def rows(path: Path, fields: Sequence[str]) -> list[dict]:
     """The objects of a JSON lines file (or the one of a .json), each with at least `fields`."""
-    return list(_rows(path, fields))
-
-
-def _rows(path: Path, fields: Sequence[str]) -> Iterator[dict]:
     wanted = f"expected JSON lines with the fields {', '.join(fields)}"
-    number = 0
+    found, number = [], 0
     try:
         with open_text(path) as file:
             lines = [file.read()] if path.name.removesuffix(".zst").endswith(".json") else file
@@ -45,32 +43,30 @@ def _rows(path: Path, fields: Sequence[str]) -> Iterator[dict]:
                     continue
                 row = json.loads(line)
                 if not isinstance(row, dict) or not set(fields) <= row.keys():
-                    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                    raise EvaluationError(f"{path}, line {number}: {wanted}, got {found}")
-                yield row
+                    got = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise EvaluationError(f"{path}, line {number}: {wanted}, got {got}")
+                found.append(row)
     except (OSError, ModuleNotFoundError, EvaluationError):
         raise
     except Exception as error:  # zstandard.ZstdError, UnicodeDecodeError, json.JSONDecodeError
         raise EvaluationError(f"{path} is damaged after line {max(0, number - 1)} ({error}): {wanted}") from error
     if number == 0:
         raise EvaluationError(f"{path} is empty: {wanted}")
+    return found
 
 
-def from_hub(what: str, load: Callable[[], list]) -> list:
-    """`load()`, with a message that says what to do without a network."""
+@contextmanager
+def from_hub(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
+    """Loading inside, with a message that says what to do without a network."""
     try:
-        return load()
+        yield
     except (EvaluationError, ModuleNotFoundError):
         raise
-    except Exception as error:
-        raise not_on_hub(what, error) from error
-
-
-def not_on_hub(what: str, error: Exception) -> EvaluationError:
-    return EvaluationError(
-        f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
-        "Without a network, give the data with --data DIR"
-    )
+    except caught as error:
+        raise EvaluationError(
+            f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
+            "Without a network, give the data with --data DIR"
+        ) from error
 
 
 def longbench_archive(task: str) -> list[dict]:

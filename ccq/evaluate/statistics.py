@@ -4,7 +4,9 @@ the same samples give the same interval on every machine."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -46,11 +48,11 @@ def student(freedom: int) -> float:
     return z + first / v + second / v**2 + third / v**3
 
 
-def grouped(rows: Sequence[dict]) -> dict[str, list[dict]]:
-    """Sample rows by their group, in order."""
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
+def grouped(things: Iterable[Any], by: Callable[[Any], Any] = itemgetter("group")) -> dict[Any, list]:
+    """Things (sample rows) by what `by` gives of them (their group), in order."""
+    groups: dict[Any, list] = {}
+    for thing in things:
+        groups.setdefault(by(thing), []).append(thing)
     return groups
 
 
@@ -96,16 +98,6 @@ def is_proportion(rows: Sequence[dict], aggregate: str) -> bool:
     )
 
 
-def value(total: float, weight: float, aggregate: str) -> float:
-    """What a group's summed scores say: 100 * mean, or exp(summed negative log-likelihood / summed weight)."""
-    if weight == 0:
-        return float("nan")
-    if aggregate == "mean":
-        return 100 * total / weight
-    mean = total / weight
-    return math.exp(mean) if mean < 700 else float("inf")
-
-
 def by_unit(rows: Sequence[dict]) -> dict[str, tuple[float, float]]:
     """Summed score and weight of each unit that is resampled: a document where the rows name one, else the row."""
     units: dict[str, list[float]] = {}
@@ -141,35 +133,37 @@ def redrawn(gained: int, lost: int, n: int, seed: int = 0, resamples: int = RESA
 
 
 def values(sums: np.ndarray, aggregate: str) -> np.ndarray:
-    """`value` of every row of `resampled`."""
+    """What sums of score and weight [n, 2] say: 100 * mean, or exp(negative log-likelihood / weight)."""
+    score, weight = sums.T
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean = sums[:, 0] / sums[:, 1]
-        return 100 * mean if aggregate == "mean" else np.exp(mean)
+        return 100 * score / weight if aggregate == "mean" else np.exp(score / weight)
 
 
-def bootstrap(units: Sequence[tuple[float, float]], aggregate: str, seed: int = 0) -> tuple[float, float]:
-    """The 2.5% and 97.5% quantiles of the score over resampled units; a single unit has no spread to show: NaN."""
-    if len(units) < 2:
-        return float("nan"), float("nan")
-    low, high = np.nanquantile(values(resampled(units, seed), aggregate), [0.025, 0.975])
-    return float(low), float(high)
+def value(units: Sequence[tuple[float, float]], aggregate: str) -> float:
+    """The score of units together."""
+    return float(values(np.reshape(units, (-1, 2)).sum(0, keepdims=True), aggregate)[0])
+
+
+def percentiles(draws: np.ndarray) -> list[float]:
+    """The 2.5% and 97.5% quantiles of a score over resampled units."""
+    return np.nanquantile(draws, [0.025, 0.975]).tolist()
 
 
 def summary(rows: Sequence[dict], aggregate: str = "mean") -> dict:
     """Score of a group of sample rows with its interval.
 
-    Wilson where every score is 0 or 1, else bootstrap over units. A NaN interval is written as None.
+    Wilson where every score is 0 or 1, else bootstrap over units; a single unit has no spread to show: None.
     """
     units = list(by_unit(rows).values())
-    total, weight = (sum(column) for column in zip(*units, strict=True)) if units else (0.0, 0.0)
     proportion = is_proportion(rows, aggregate)
+    interval = None
     if proportion:
-        low, high = (100 * x for x in wilson(total, len(rows)))
-    else:
-        low, high = bootstrap(units, aggregate)
+        interval = [100 * x for x in wilson(sum(score for score, _ in units), len(rows))]
+    elif len(units) > 1:
+        interval = percentiles(values(resampled(units), aggregate))
     return {
-        "value": value(total, weight, aggregate),
-        "interval": None if math.isnan(low) else [low, high],
+        "value": value(units, aggregate),
+        "interval": interval,
         "n": len(rows),
         "units": len(units),
         "aggregate": aggregate,
@@ -182,17 +176,12 @@ def average(groups: Mapping[str, Sequence[dict]]) -> dict:
 
     Groups of different sizes draw independently; equal sizes draw with a seed of their own each.
     """
-    point, draws = 0.0, np.zeros(RESAMPLES)
-    for seed, rows in enumerate(groups.values()):
-        units = list(by_unit(rows).values())
-        total, weight = (sum(column) for column in zip(*units, strict=True))
-        point += value(total, weight, "mean") / len(groups)
-        draws += values(resampled(units, seed), "mean") / len(groups)
-    low, high = np.nanquantile(draws, [0.025, 0.975])
-    alone = any(len(by_unit(rows)) < 2 for rows in groups.values())  # a group with no spread to show
+    units = [list(by_unit(rows).values()) for rows in groups.values()]
+    draws = np.mean([values(resampled(mine, seed), "mean") for seed, mine in enumerate(units)], axis=0)
+    alone = min(map(len, units)) < 2  # a group with no spread to show
     return {
-        "value": point,
-        "interval": None if alone else [float(low), float(high)],
+        "value": float(np.mean([value(mine, "mean") for mine in units])),
+        "interval": None if alone else percentiles(draws),
         "n": sum(len(rows) for rows in groups.values()),
         "aggregate": "average",
         "method": "bootstrap",

@@ -1,4 +1,4 @@
-"""What a suite of `ccq eval` is. A file of this package that ends with `SUITE = Suite(...)` is one: the frame finds it
+"""What a suite of `ccq eval` is. A file of this package that ends with `SUITE = Suite(...)` has one: the frame finds it
 there, and knows no more of it than stands in that object."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.names import nearest
 
 
@@ -35,43 +35,29 @@ class Option:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite: what it asks of a model, and what it makes of the answers.
+    """A suite: what it asks of a model, and what it makes of the answers."""
 
-    Args:
-        name: what `--suite` calls it, and its files.
-        help: what it is, in a line.
-        build: (options, tokenizer) -> RequestSet.
-        metrics: (asked, answers, options, tokenizer) -> (sample rows, scores).
-        options: those that it reads beside what all suites read; `options` has each by its name.
-        tasks: what `--tasks` may name.
-        data: the files of `--data DIR` that it reads.
-        packages: without which none of its tasks can be asked.
-        text: whether it needs a tokenizer.
-        as_trained: (options, config of the model) -> options, where training decides what is asked.
-        axis: which of the paper's axes it is, the default of `--suite` in their order; None: run where it is asked for.
-    """
-
-    name: str
-    help: str
-    build: Callable
-    metrics: Callable
-    options: tuple[Option, ...] = ()
-    tasks: tuple[str, ...] = ()
-    data: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
-    text: bool = True
-    as_trained: Callable | None = None
-    axis: int | None = None
+    name: str  # what `--suite` calls it, and its files
+    help: str  # what it is, in a line
+    build: Callable  # (options, tokenizer) -> RequestSet
+    metrics: Callable  # (asked, answers, options, tokenizer) -> (sample rows, scores)
+    options: tuple[Option, ...] = ()  # those that it reads beside what all suites read
+    tasks: tuple[str, ...] = ()  # what `--tasks` may name
+    data: tuple[str, ...] = ()  # the files of `--data DIR` that it reads
+    packages: tuple[str, ...] = ()  # without which none of its tasks can be asked
+    text: bool = True  # whether it needs a tokenizer
+    as_trained: Callable | None = (
+        None  # (options, config of the model) -> options, where training decides what is asked
+    )
+    axis: int | None = None  # of the paper: the default of `--suite`, in their order; None: run where it is asked for
 
     def check(self, options: Options) -> None:
         """Refuse tasks that it has not, and packages that are not there where they are needed."""
         if options.tasks and not self.tasks:
             raise EvaluationError(f"--tasks: {self.name} has none to choose among, got {', '.join(options.tasks)}")
-        for task in options.tasks or ():
-            if task not in self.tasks:
-                raise EvaluationError(
-                    f"--tasks: {self.name} has no {task!r}.{nearest(task, self.tasks)} It has: {', '.join(self.tasks)}"
-                )
+        if unknown := [task for task in options.tasks or () if task not in self.tasks]:
+            near, known = nearest(unknown[0], self.tasks), ", ".join(self.tasks)
+            raise EvaluationError(f"--tasks: {self.name} has no {unknown[0]!r}.{near} It has: {known}")
         for package in self.packages if options.stage != "score" else ():
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -83,10 +69,10 @@ def suites() -> dict[str, Suite]:
     import ccq.evaluate
 
     modules = [f"ccq.evaluate.{found.name}" for found in pkgutil.iter_modules(ccq.evaluate.__path__)]
-    found = [module.SUITE for module in map(importlib.import_module, modules) if hasattr(module, "SUITE")]
-    return {
-        suite.name: suite for suite in sorted(found, key=lambda suite: (suite.axis is None, suite.axis, suite.name))
-    }
+    every = [thing for module in map(importlib.import_module, modules) for thing in vars(module).values()]
+    found = [thing for thing in every if isinstance(thing, Suite)]
+    found.sort(key=lambda suite: (suite.axis is None, suite.axis, suite.name))
+    return {suite.name: suite for suite in found}
 
 
 def named(name: str) -> Suite:
@@ -139,17 +125,15 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    (value,) = whole_numbers(text)[:1]
-    return value
+    return whole_numbers(text)[0]
 
 
 def lengths_option(default: str) -> Option:
     return Option("lengths", f"in tokens, with commas between (default: {default})", whole_numbers)
 
 
-def max_lengths_option(default: tuple[int, ...]) -> Option:
-    shown = ",".join(map(str, default))
-    return Option("max_lengths", f"of a request in tokens (default: {shown})", whole_numbers, flag="--max-length")
+def max_lengths_option(default: str) -> Option:
+    return Option("max_lengths", f"of a request in tokens (default: {default})", whole_numbers, flag="--max-length")
 
 
 SEED = Option("seed", "of drawn samples (default: 42)", int, default=42)

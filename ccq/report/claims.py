@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.evaluate.statistics import chance, error_of_mean, holm, student
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper

@@ -69,19 +69,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Write the manifest of what lies in `folder`, and of the tokenizer beside it, with `facts` beside the checksums;
-    what ships is sealed last."""
-    own = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST]
-    files = {
-        os.path.relpath(path, folder).replace(os.sep, "/"): {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        for path in (*own, *sorted((folder.parent / TOKENIZER).iterdir()))
-    }
-    content = {"name": folder.name, **facts, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return content
-
-
 def tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of the model in `folder` lies: there; of one that ships (or a copy of it), beside all."""
     ships = (folder / MANIFEST).exists() and not (folder / "tokenizer.json").exists()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from ccq.analysis import AnalysisError
 from ccq.analysis.alignment import TOP, Observer, Point, covariance, gaps, measure, shares, summary, tops, untrained
 from ccq.analysis.capture import Read
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import GROUPS, Tokens, make_prompts, tokenize
 from ccq.mixers import QueryCleaner
 from ccq.model import CCQConfig, CCQForCausalLM

@@ -10,8 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ccq import cli
-from ccq.analysis import KINDS, capture
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import KINDS, AnalysisError, capture
 from ccq.model import CCQConfig, CCQForCausalLM
 
 

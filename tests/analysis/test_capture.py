@@ -25,10 +25,9 @@ from transformers import (
 )
 from transformers.modeling_utils import AttentionInterface
 
-from ccq.analysis import capture
+from ccq.analysis import AnalysisError, capture
 from ccq.analysis.alignment import measure
 from ccq.analysis.capture import find_projections, run, watch
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import make_prompts
 from ccq.model import CCQConfig, CCQForCausalLM
 

@@ -11,9 +11,8 @@ import torch
 from helpers import pack
 
 from ccq import figures
-from ccq.analysis import gates
+from ccq.analysis import AnalysisError, gates
 from ccq.analysis.capture import run, watch
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.prompts import filler, make_prompts, tokenize
 from ccq.model import CCQConfig, CCQForCausalLM
 

@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 from ccq.analysis.intervene import Intervention, cleaners, intervene, main
 from ccq.evaluate import Options, evaluate
-from ccq.evaluate.errors import EvaluationError
+from ccq.evaluate.requests import EvaluationError
 from ccq.model import CCQConfig, CCQForCausalLM
 
 SYSTEMS = ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2"]

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ccq.analysis import margin
+from ccq.analysis import AnalysisError, margin
 from ccq.analysis.capture import run, watch
-from ccq.analysis.errors import AnalysisError
 from ccq.analysis.margin import margins, own_prompt, scores
 from ccq.analysis.prompts import make_prompts
 from ccq.model import CCQConfig, CCQForCausalLM

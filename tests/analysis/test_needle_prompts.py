@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ccq.analysis.errors import AnalysisError
+from ccq.analysis import AnalysisError
 from ccq.analysis.prompts import KINDS, NEAR, PLANTED, RARE, filler, make_prompts, tokenize
 
 

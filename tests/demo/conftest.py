@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from scripts import script
 
 from ccq import shipped
 
 TRIO = ("gla-pico", "gla-unit-pico", "ccq-gla-pico")
 
 
-def make_trio(root: Path) -> Path:
+@pytest.fixture(scope="session")
+def ship() -> ModuleType:
+    """The script that makes what ships."""
+    return script("runs/ship_pico.py")
+
+
+def make_trio(root: Path, ship: ModuleType) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,13 +43,13 @@ def make_trio(root: Path) -> Path:
         config = CCQConfig.preset(name.replace("pico", "tiny"), vocab_size=1000, eos_token_id=0)
         CCQForCausalLM(config).to(torch.bfloat16).save_pretrained(root / name)
         (root / name / "README.md").write_text(f"# {name}\n")
-        shipped.seal(root / name, steps=0)
+        ship.seal(root / name, steps=0)
     return root
 
 
 @pytest.fixture(scope="session")
-def trio(tmp_path_factory) -> Path:
-    return make_trio(tmp_path_factory.mktemp("shipped"))
+def trio(tmp_path_factory, ship) -> Path:
+    return make_trio(tmp_path_factory.mktemp("shipped"), ship)
 
 
 @pytest.fixture

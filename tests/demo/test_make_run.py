@@ -210,9 +210,9 @@ def test_evaluation_goes_on_from_its_answers(first, ships, empty_page, tmp_path,
     out = tmp_path / "laptop"
     shutil.copytree(first[0], out)
     demo.remove(out / "ccq-gla-pico")
-    record = demo.Record.read(out / demo.STATE)
-    del record.steps["ccq-gla-pico"]
-    (out / demo.STATE).write_text(json.dumps({"steps": record.steps}))
+    record = demo.read_record(out)
+    del record["ccq-gla-pico"]
+    (out / demo.STATE).write_text(json.dumps({"steps": record}))
     answer, asked = Engine.run, []
 
     def interrupted(self, questions, requests=None):

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from scripts import script
 
 from ccq import demo, shipped
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = tuple(demo.TRIO)
-
-
-@pytest.fixture(scope="module")
-def ship() -> ModuleType:
-    return script("runs/ship_pico.py")
 
 
 @pytest.fixture(scope="module")

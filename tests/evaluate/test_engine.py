@@ -94,7 +94,7 @@ def test_auto_measures_both_ways_and_reports(llama):
     got = answers(engine, asked)
     for name, (expected, _) in truth(llama, asked).items():
         assert -sum(got[name]["nll"]) == pytest.approx(expected, abs=1e-4)
-    report = engine.shared.to_json()
+    report = vars(engine.shared)
     assert report["used"] in (True, False)
     assert report["contexts"] >= 4
     assert report["largest_difference"] < 1e-4

@@ -2,21 +2,21 @@
 
 import json
 import shutil
-import types
 
 import numpy as np
 import pytest
 import torch
-from toys import make_model
+from toys import LeakyLM, make_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ccq.evaluate as frame
 from ccq import cli
-from ccq.evaluate import EvaluationError, Options, check_positions, check_vocabulary, evaluate
+from ccq.evaluate import EvaluationError, Options, check_fits, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import Builder
 from ccq.evaluate.results import Responses, model_hash, progress, tokenizer_hash
 from ccq.files import finite
+from ccq.pretrained import most_tokens
 
 LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
 SUITES = {
@@ -193,14 +193,12 @@ def test_a_model_is_asked_all_that_it_can_take_and_no_more():
     builder = Builder()
     builder.add("a", "score", np.arange(11))
     asked = builder.done("length", {})
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=10, vocab_size=11))
-    check_positions(model, asked)
-    check_vocabulary(model, asked)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=9, vocab_size=10))
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 4}
+    check_fits(GPT2LMHeadModel(GPT2Config(**sizes, n_positions=10, vocab_size=11)), asked)
     with pytest.raises(EvaluationError, match="10 tokens, and GPT2LMHeadModel has learned positions for 9"):
-        check_positions(model, asked)
+        check_fits(GPT2LMHeadModel(GPT2Config(**sizes, n_positions=9, vocab_size=11)), asked)
     with pytest.raises(EvaluationError, match="token 10 is asked of a model with 10 embeddings"):
-        check_vocabulary(model, asked)
+        check_fits(GPT2LMHeadModel(GPT2Config(**sizes, n_positions=10, vocab_size=10)), asked)
 
 
 def test_hashes_follow_what_they_are_of(llama, tokenizer):
@@ -439,7 +437,7 @@ def test_json_has_no_nan():
                         "scores": {"g": {"value": None, "interval": None, "n": 1}}}).count("\n") == 2  # fmt: skip
 
 
-def test_learned_positions_are_known_by_their_config():
-    assert frame.position_limit(make_model("gpt2", positions=99).config) == 99
-    assert frame.position_limit(make_model("llama").config) is None
-    assert frame.position_limit(types.SimpleNamespace()) is None
+def test_learned_positions_are_known_by_their_table():
+    assert most_tokens(make_model("gpt2", positions=99)) == 99
+    assert most_tokens(make_model("llama")) is None
+    assert most_tokens(LeakyLM()) is None

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ccq.evaluate import EvaluationError, Options, mad, mqar, suites
+from ccq.evaluate import EvaluationError, Options, mqar, suites
 from ccq.model import CCQConfig
 
 
@@ -56,7 +56,7 @@ def test_impossible_slices_are_named(tmp_path, slices, size):
 
 def test_of_mad_the_values_of_keys_that_were_there_are_asked_for(tmp_path):
     """By an oracle that knows the pairs it has read, and nothing else."""
-    asked = mad.build(Options(out=tmp_path, limit=20), None)
+    asked = mqar.build_mad(Options(out=tmp_path, limit=20), None)
     assert asked.settings["slices"] == [{"length": 128, "motif": 1, "samples": 20}]
     assert (asked.settings["noise"], asked.settings["vocabulary"]) == (0.2, 32)
     answers = []
@@ -64,10 +64,10 @@ def test_of_mad_the_values_of_keys_that_were_there_are_asked_for(tmp_path):
         tokens = asked.of(request).tolist()
         answers.append({"tokens": [dict(zip(tokens[0:t:2], tokens[1:t:2], strict=True))[tokens[t]]
                                    for t in request.positions]})  # fmt: skip
-    _, scores = mad.metrics(asked, answers, None, None)
+    _, scores = mqar.metrics(asked, answers, None, None)
     assert scores["128-1"]["value"] == 100
     with pytest.raises(EvaluationError, match="noise must be 0 with motifs of 3"):
-        mad.build(Options(out=tmp_path, slices=((128, 3, 5),)), None)
+        mqar.build_mad(Options(out=tmp_path, slices=((128, 3, 5),)), None)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_sizing_of_ruler_draws_again_at_the_smallest_size_and_is_the_default(dat
     sizer = niah.Sizer("niah_single_1", 1024, "ruler", haystack, lambda text: 20, drawn("niah_single_1", 1024))
     sizes, too_long = [], iter([True, True, True, False])
     sizer.start = 8
-    sizer._counts = lambda needle: lambda size: sizes.append(size) or (900 + next(too_long))
+    sizer.tokens = lambda needle, size: sizes.append(size) or (900 + next(too_long))
     sizer.room = 900
     assert sizer.sample(0)[1] == 3
     assert sizes == [8, 3, 3, 3]

@@ -10,7 +10,7 @@ import ccq.evaluate
 from ccq import cli
 from ccq.evaluate import Options, suite, suites
 
-FRAME = ("__init__", "command", "engine", "requests", "results", "statistics", "suite")
+FRAME = ("__init__", "engine", "requests", "results", "statistics", "suite")
 SOURCE = """
 from ccq.evaluate.requests import Builder
 from ccq.evaluate.statistics import summary

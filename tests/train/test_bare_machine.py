@@ -36,7 +36,7 @@ def test_training_exporting_and_scoring_need_torch_and_transformers_alone(tmp_pa
         out = Path({str(tmp_path)!r})
         assert train(small(steps=4, dtype="fp32", tensorboard=True), out / "run") == 0
         export(out / "run", out / "model", dtype="fp32")
-        from ccq.evaluate.command import main
+        from ccq.evaluate import main
         from ccq.evaluate.requests import Builder
         for suite, kind, more in (("lm", "score", dict(context=3)), ("niah", "generate", dict(max_new=3))):
             asked = Builder()
