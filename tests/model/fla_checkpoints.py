@@ -34,9 +34,9 @@ CONFIGS = {
         "num_kv_heads": None, "use_gk": True, "use_gv": False, "use_output_gate": True, "use_short_conv": False,
     },
     "retnet": {
-        **_COMMON, **_BLOCK, "hidden_ratio": 2, "attn": None, "attn_mode": "chunk", "conv_size": 4, "elementwise_affine": True,
-        "expand_k": 1.0, "expand_v": 2.0, "feature_map": None, "num_heads": 2, "num_kv_heads": None,
-        "use_output_gate": True, "use_short_conv": False,
+        **_COMMON, **_BLOCK, "hidden_ratio": 2, "attn": None, "attn_mode": "chunk", "conv_size": 4,
+        "elementwise_affine": True, "expand_k": 1.0, "expand_v": 2.0, "feature_map": None, "num_heads": 2,
+        "num_kv_heads": None, "use_output_gate": True, "use_short_conv": False,
     },
     "linear_attn": {
         **_COMMON, **_BLOCK, "attn": None, "attn_mode": "fused_chunk", "elementwise_affine": True, "expand_k": 0.5,
