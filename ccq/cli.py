@@ -27,6 +27,7 @@ COMMANDS = {
     "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),
     "plan": ("ccq.train.plan:main", "memory, speed, days and GPU-hours of a recipe, before it is trained"),
     "report": ("ccq.report:main", "one page: the paper's tables and figures with our numbers beside the paper's"),
+    "serve": ("ccq.serve:main", "a model behind an OpenAI-compatible server on this machine"),
     "sweep": ("ccq.train.sweep:main", "every row of the recall comparison at every rate, on one GPU in minutes"),
     "train": ("ccq.train.command:main", "train a recipe, or go on; on a laptop, one GPU or many"),
 }
@@ -34,11 +35,13 @@ COMMANDS = {
 # module: the extra of this package that installs it
 EXTRAS = {
     "datasets": "train",
+    "fastapi": "serve",
     "fla": "gpu",
     "huggingface_hub": "model",
     "lm_eval": "eval",
     "matplotlib": "eval",
     "nltk": "eval",
+    "openai": "serve",
     "rouge": "eval",
     "safetensors": "model",
     "tensorboard": "train",
@@ -46,6 +49,7 @@ EXTRAS = {
     "transformers": "model",
     "triton": "gpu",
     "tyro": "train",
+    "uvicorn": "serve",
     "wonderwords": "train",
     "zstandard": "train",
 }
