@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     dtype = "float32" if dtype == "auto" and device == "cpu" else dtype
     app = build(arguments.model, device, dtype, key, arguments.batch, arguments.context, arguments.waiting)
     server = uvicorn.Server(uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning"))
-    socket = server.config.bind_socket()  # before it is said where: port 0 is chosen here
+    socket = server.config.bind_socket()  # before it is said where: port 0 is chosen here, and whoever reads it may ask
+    socket.listen(server.config.backlog)
     address = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     print(f"{arguments.model} at http://{address}:{socket.getsockname()[1]}/v1", flush=True)
     server.run(sockets=[socket])

@@ -108,6 +108,30 @@ def test_every_option_of_the_installed_fla(model_type, name, tmp_path):
     assert set(make_tensors(model_type)) == set(expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_type", "name"), [pair for pair in TYPES.items() if pair[0] != "transformer"])
+def test_logits_are_those_of_flas_own_model(model_type, name, tmp_path):
+    """On a GPU its models run: the same weights, in its kernels and in ours."""
+    from fla import models
+
+    left_out = ("torch_dtype", "transformers_version", "hidden_size", "intermediate_size", "head_dim")
+    own = {key: value for key, value in CONFIGS[model_type].items() if key not in left_out}
+    own |= {"hidden_size": 128, "fuse_cross_entropy": False, "initializer_range": 0.1}
+    own |= {"num_heads": 4, "head_dim": 64} if model_type == "mamba2" else {"num_heads": 2, "intermediate_size": 128}
+    own |= {"head_dim": 64} if model_type in ("gated_deltanet", "kda") else {}
+    torch.manual_seed(0)
+    theirs = getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**own)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    ids = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(0)).cuda()
+    ours = CCQForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    for dtype, least in ((torch.float32, 5e-3), (torch.bfloat16, 5e-2)):
+        with torch.no_grad():
+            ref, got = (m.to("cuda", dtype)(ids, use_cache=False).logits.float() for m in (theirs, ours))
+        assert ref.std() > 0.1
+        assert (got - ref).norm() < least * ref.norm()
+
+
 def number(x):
     """Infinity is an object in what transformers 5 writes."""
     return float(x["__float__"]) if "__float__" in x else x
