@@ -51,6 +51,21 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_tests_that_ecosystem_names_are_there():
+    page = (ROOT / "docs" / "ecosystem.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) > 10
+    assert [name for name in named if f"def {name}(" not in tests] == []
+    assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[\w/.]+)`", page))
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for tool, package in (("TRL", "trl"), ("PEFT", "peft"), ("accelerate", "accelerate"), ("lm_eval", "lm_eval"),
+                          ("torchao", "torchao"), ("pipeline", "transformers"), ("torch.compile", "torch"),
+                          ("flash-linear-attention", "flash-linear-attention")):  # fmt: skip
+        told = re.search(rf"^\| `?{tool}`? \| ([\d.]+) \|", page, re.M)[1]
+        assert f"{pins[package]}.".startswith(f"{told}."), tool
+
+
 def test_readme_table_is_what_the_demo_computes():
     result = demo.clean(demo.make_memory(0))
     readme = (ROOT / "README.md").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -16,31 +16,6 @@ from ccq.names import nearest
 
 def lines(items: Sequence[str]) -> str:
     return "".join(f"\n  {item}" for item in items)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One of fla's models: its options, its names, and the mixer that is the same function."""
-
-    mixer: str
-    architecture: str
-    reads: dict[str, Any]  # the options that our config takes over, with the values that fla assumes
-    only: dict[str, tuple[tuple[Any, ...], str]]  # options with the values that our layer has, and why no others
-    # likewise, of earlier versions, and what fla's model never passes on
-    former: dict[str, tuple[tuple[Any, ...], str]]
-    ignored: tuple[str, ...]  # options that do not change the function: kernels, initialisation, the loss
-    names: tuple[tuple[str, str], ...]  # parts of our tensors' names, and fla's for them
-    same: dict[str, str]  # options of CCQConfig, and fla's for them
-    options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> the other ones of CCQConfig
-    fla_options: Callable[[CCQConfig], dict[str, Any]]  # and back
-    needs: dict[str, Any]  # options of CCQConfig that fla's model has in this form, or one of these, only
-    unused: tuple[str, ...] = ()  # ends of tensors of earlier versions that nothing read
-
-    def name(self, ours: str, config: CCQConfig) -> str:
-        """fla's name of our tensor."""
-        for part, theirs in self.names:
-            ours = ours.replace(part, theirs)
-        return ours if config.output_gate else ours.replace("g_norm_swish_gate", "g_norm")
 
 
 _SHARED = {
@@ -67,6 +42,32 @@ _ATTN_NAMES = (
     (".mixer_norm.", ".attn_norm."),
     (".mixer.", ".attn."),
 )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of fla's models: its options, its names, and the mixer that is the same function."""
+
+    mixer: str
+    architecture: str
+    reads: dict[str, Any]  # the options that our config takes over, with the values that fla assumes
+    only: dict[str, tuple[tuple[Any, ...], str]]  # options with the values that our layer has, and why no others
+    same: dict[str, str]  # options of CCQConfig, and fla's for them
+    options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> the other ones of CCQConfig
+    fla_options: Callable[[CCQConfig], dict[str, Any]]  # and back
+    needs: dict[str, Any]  # options of CCQConfig that fla's model has in this form, or one of these, only
+    # likewise `only`, of earlier versions, and what fla's model never passes on
+    former: dict[str, tuple[tuple[Any, ...], str]] = field(default_factory=lambda: {**_FORMER_BLOCK, **_FORMER_CONV})
+    ignored: tuple[str, ...] = ("attn_mode", *_TRAINING)  # what does not change the function: kernels, the loss
+    names: tuple[tuple[str, str], ...] = _ATTN_NAMES  # parts of our tensors' names, and fla's for them
+    unused: tuple[str, ...] = ()  # ends of tensors of earlier versions that nothing read
+
+    def name(self, ours: str, config: CCQConfig) -> str:
+        """fla's name of our tensor."""
+        for part, theirs in self.names:
+            ours = ours.replace(part, theirs)
+        return ours if config.output_gate else ours.replace("g_norm_swish_gate", "g_norm")
+
 
 # names of options and tensors that fla has given up, and those it has now
 _RENAMED_OPTIONS = {
@@ -181,7 +182,6 @@ FAMILIES = {
             "gate_logit_normalizer": ((16,), "fla's model passes no other on to its layers"),
             "gate_low_rank_dim": ((16,), "fla's model passes no other on to its layers"),
         },
-        ignored=("attn_mode", *_TRAINING),
         names=((".mixer.o_norm.", ".mixer.g_norm_swish_gate."), *_ATTN_NAMES),
         same={"num_heads": "num_heads", "output_gate": "use_output_gate"},
         options=_expanded,
@@ -196,8 +196,6 @@ FAMILIES = {
             "num_kv_heads": None, "use_output_gate": True, "use_short_conv": False, "conv_size": 4,
         },
         only={**_BLOCK, **_AFFINE, **_HYBRID, **_NO_MAP},
-        former={**_FORMER_BLOCK, **_FORMER_CONV},
-        ignored=("attn_mode", *_TRAINING),
         names=((".mixer.o_norm.", ".mixer.g_norm_swish_gate."), *_ATTN_NAMES),
         same={"num_heads": "num_heads", "output_gate": "use_output_gate"},
         options=lambda o: _expanded(o) | {"rotary": True},
@@ -220,7 +218,6 @@ FAMILIES = {
             "norm_feature_map": ((False,), "our output is not divided by the sum of the weights"),
         },
         former=_FORMER_BLOCK,
-        ignored=("attn_mode", *_TRAINING),
         names=((".mixer.o_norm.", ".mixer.norm."), *_ATTN_NAMES),
         same={"num_heads": "num_heads", "feature_map": "feature_map"},
         options=lambda o: _expanded(o) | {"output_gate": False},
@@ -240,9 +237,7 @@ FAMILIES = {
             "qk_norm": (("l2",), "our queries and keys have unit length"),
             "qk_activation": (("silu",), "our queries and keys pass a SiLU"),
         },
-        former={**_FORMER_BLOCK, **_FORMER_CONV},
         ignored=("attn_mode", "use_output_norm", *_TRAINING),  # fla's layer has the norm whatever this says
-        names=_ATTN_NAMES,
         same={"num_heads": "num_heads", "output_gate": "use_gate"},
         options=lambda o: _expanded(o) | {"unit_qk": True},
         fla_options=_expanded_back,
@@ -259,9 +254,6 @@ FAMILIES = {
             **_BLOCK, **_HYBRID, **_BETA,
             "output_gate_activation": (("swish", "silu"), "our output gate is a swish"),
         },
-        former={**_FORMER_BLOCK, **_FORMER_CONV},
-        ignored=("attn_mode", *_TRAINING),
-        names=_ATTN_NAMES,
         same={"num_heads": "num_heads", "key_size": "head_dim", "output_gate": "use_gate"},
         options=_gated_deltanet,
         fla_options=_gated_deltanet_back,
@@ -280,9 +272,6 @@ FAMILIES = {
             "safe_gate": ((False,), "our log-decays have no lower bound"),
             "lower_bound": ((None,), "our log-decays have no lower bound"),
         },
-        former={**_FORMER_BLOCK, **_FORMER_CONV},
-        ignored=("attn_mode", *_TRAINING),
-        names=_ATTN_NAMES,
         same={"num_heads": "num_heads", "key_size": "head_dim"},
         options=_gated_deltanet,
         fla_options=_gated_deltanet_back,
@@ -340,7 +329,6 @@ FAMILIES = {
             "rope_scaling": ((None,), "our rotations are not scaled"),
         },
         ignored=_TRAINING,
-        names=_ATTN_NAMES,
         same={"num_heads": "num_heads", "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
         options=lambda o: {"intermediate_size": _mlp_size(o)},
         fla_options=lambda config: {"intermediate_size": config.intermediate_size},
