@@ -31,12 +31,10 @@ from ccq.serve.batches import Batches, OneManager
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health")
 MOST_BYTES = 4 << 20  # of a request
 
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 503: "overloaded"}
-
 
 def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
     """An error as OpenAI's clients expect it."""
-    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = {401: "authentication_error"}.get(status, "server_error" if status >= 500 else "invalid_request_error")
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
@@ -45,48 +43,45 @@ class Refused(Exception):
     """A request that gets no further; its arguments are those of `refusal`."""
 
 
-def _whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _number(x: Any, kind: Any = int | float) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool)
 
 
-def _between(low: float, up: float, open_below: bool = False) -> Callable[[Any], bool]:
-    return lambda x: (
-        isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= up and x != (low if open_below else None)
-    )
+def _text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def listed(x: Any) -> list:
+    return x if isinstance(x, list) else [x]
 
 
 def _message(x: Any) -> bool:
-    if not isinstance(x, dict) or not isinstance(x.get("role"), str):
+    if not isinstance(x, dict) or not _text(x.get("role")):
         return False
     content = x.get("content")
     if isinstance(content, list):
-        return all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content)
-    return isinstance(content, str) or (content is None and "tool_calls" in x)
+        return all(isinstance(p, dict) and p.get("type") == "text" and _text(p.get("text")) for p in content)
+    return _text(content) or (content is None and "tool_calls" in x)
 
 
 # of a request: whether a value will do, and what was expected
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (lambda x: isinstance(x, str), "a name"),
-    "prompt": (lambda x: isinstance(x, str), "a text"),
+    "model": (_text, "a name"),
+    "prompt": (_text, "a text"),
     "messages": (lambda x: isinstance(x, list) and bool(x) and all(map(_message, x)), "messages with role and text"),
     "tools": (lambda x: isinstance(x, list), "a list"),
     "stream": (lambda x: isinstance(x, bool), "true or false"),
-    "max_tokens": (lambda x: _whole(x) and x > 0, "a positive whole number"),
-    "temperature": (_between(0, 2), "a number from 0 to 2"),
-    "top_p": (_between(0, 1, open_below=True), "a number above 0 and up to 1"),
-    "frequency_penalty": (_between(0, 2), "a number from 0 to 2"),
-    "seed": (lambda x: _whole(x) and 0 <= x < 2**63, "a whole number that is not negative"),
-    "stop": (
-        lambda x: (
-            isinstance(x, str) or (isinstance(x, list) and 0 < len(x) <= 4 and all(isinstance(s, str) for s in x))
-        ),
-        "a text, or up to four of them",
-    ),
-}
+    "max_tokens": (lambda x: _number(x, int) and x > 0, "a positive whole number"),
+    "temperature": (lambda x: _number(x) and 0 <= x <= 2, "a number from 0 to 2"),
+    "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0 and up to 1"),
+    "seed": (lambda x: _number(x, int) and 0 <= x < 2**63, "a whole number that is not negative"),
+    "stop": (lambda x: all(map(_text, listed(x))) and all(listed(x)) and 0 < len(listed(x)) <= 4,
+             "a text, or up to four of them"),
+}  # fmt: skip
 # what changes nothing in the answer, and what does unless it has this value
 IGNORED = ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key")
-NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "logprobs": False, "presence_penalty": 0, "suffix": "",
-           "logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "auto"}  # fmt: skip
+NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0,
+           "suffix": "", "logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "auto"}  # fmt: skip
 
 
 def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]:
@@ -200,7 +195,7 @@ class Sampling:
     def _build_generation_config(self, body: dict, base: Any, use_cb: bool = False) -> Any:
         seed, temperature, stop = (body.pop(name, None) for name in ("seed", "temperature", "stop"))
         config = super()._build_generation_config(body, base, use_cb=use_cb)  # type: ignore[misc]
-        config._seed, config._stops = seed, [stop] if isinstance(stop, str) else stop or []
+        config._seed, config._stops = seed, [] if stop is None else listed(stop)
         if temperature is not None or seed is not None or "top_p" in body:
             config.do_sample, config.top_k = temperature != 0, 0
             config.temperature = temperature or 1.0
@@ -209,12 +204,10 @@ class Sampling:
         return config
 
 
-class Chat(Sampling, ChatCompletionHandler):
-    pass
+class Chat(Sampling, ChatCompletionHandler): ...
 
 
-class Text(Sampling, CompletionHandler):
-    pass
+class Text(Sampling, CompletionHandler): ...
 
 
 class OneModel(ModelManager):
@@ -256,11 +249,12 @@ def build(
         code = "context_length_exceeded" if "expected fewer than" in str(error.detail) else None
         return refusal(error.status_code, str(error.detail), code=code)
 
-    @app.exception_handler(RequestValidationError)
-    @app.exception_handler(ValueError)
-    @app.exception_handler(jinja2.TemplateError)
     async def wrong(_: Request, error: Exception) -> JSONResponse:
         return refusal(400, f"{type(error).__name__}: {error}")
+
+    # of a chat template, mostly: what goes wrong in the model, a row says itself
+    for kind in (RequestValidationError, jinja2.TemplateError, KeyError, TypeError, ValueError):
+        app.add_exception_handler(kind, wrong)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

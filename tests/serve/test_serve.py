@@ -27,6 +27,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 
+pytestmark = pytest.mark.xdist_group("serve")  # one worker, so that one server is started
 CONTEXT = 600
 
 
@@ -164,6 +165,10 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p: expected a number above 0"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream: expected true or false"),
         (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n: this server cannot honour it, got 2"),
+        (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop: expected a text, or up to four of them"),
+        (COMPLETIONS, {"prompt": "a", "stop": 5}, 400, "stop: expected a text, or up to four of them"),
+        (COMPLETIONS, {"prompt": "a", "seed": -1}, 400, "seed: expected a whole number that is not negative"),
+        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: this server cannot honour it"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix: this server cannot honour it"),
         (COMPLETIONS, {"prompt": "a", "novelty": 1}, 400, "novelty: this server cannot honour it"),
         (COMPLETIONS, {"prompt": "a", "model": "gpt"}, 404, "model: this server has"),
@@ -171,6 +176,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, {"messages": []}, 400, "messages: expected messages with role and text"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages: expected"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, 400, "messages: expected"),
+        (CHAT, {"messages": [{"role": "user", "tool_calls": [{"function": {}}]}]}, 400, "KeyError: 'arguments'"),
         (CHAT, {"prompt": "a"}, 400, "prompt: this server cannot honour it"),
         ("/v1/embeddings", {"input": "a"}, 404, "Not Found"),
         ("/reset", {}, 404, "Not Found"),
