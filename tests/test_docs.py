@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def test_the_tests_that_ecosystem_names_are_there():
                           ("flash-linear-attention", "flash-linear-attention")):  # fmt: skip
         told = re.search(rf"^\| `?{tool}`? \| ([\d.]+) \|", page, re.M)[1]
         assert f"{pins[package]}.".startswith(f"{told}."), tool
+
+
+def test_what_ecosystem_says_of_the_load_was_measured():
+    page = (ROOT / "docs" / "ecosystem.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "study" / "serve_load.json").read_text())["rows"]
+    for row in rows:
+        seconds, memory = row["latency_s"], ", ".join(f"{x:.0f}" for x in row["rss_mib"].values())
+        answered, speed = f"{row['answered']} of {row['asked']}", f"{row['tokens_per_s']:.0f}"
+        cells = (
+            f"{row['clients']} | {row['batch']} | {answered} | {speed} | {seconds['median']:.1f} | {seconds['p95']:.1f}"
+        )
+        assert f"| {cells} | {memory} |" in page
+    sentences = re.findall(r"<!-- holds: (.+?) -->", page)
+    assert len(sentences) == 3
+    assert all(eval(sentence, {"rows": rows}) for sentence in sentences)
 
 
 def test_readme_table_is_what_the_demo_computes():
