@@ -27,6 +27,7 @@ COMMANDS = {
     "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),
     "plan": ("ccq.train.plan:main", "memory, speed, days and GPU-hours of a recipe, before it is trained"),
     "report": ("ccq.report:main", "one page: the paper's tables and figures with our numbers beside the paper's"),
+    "serve": ("ccq.serve:main", "a model behind an OpenAI-compatible server on this machine"),
     "sweep": ("ccq.train.sweep:main", "every row of the recall comparison at every rate, on one GPU in minutes"),
     "train": ("ccq.train.command:main", "train a recipe, or go on; on a laptop, one GPU or many"),
 }
@@ -36,6 +37,7 @@ EXTRAS = {
     "gpu": ("fla", "triton"),
     "model": ("huggingface_hub", "safetensors", "transformers"),
     "train": ("datasets", "tensorboard", "tokenizers", "tyro", "wonderwords", "zstandard"),
+    "serve": ("fastapi", "openai", "uvicorn"),
     "eval": ("lm_eval", "matplotlib", "nltk", "rouge"),
 }
 

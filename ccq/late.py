@@ -37,10 +37,16 @@ def know_models(auto: ModuleType) -> None:
         mapping._reverse_config_mapping["CCQConfig"] = "ccq"
 
 
+def know_targets(constants: ModuleType) -> None:
+    """What LoRA adapts unless told otherwise, as PEFT has it for Llama; `in_proj` is Mamba2's."""
+    constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["ccq"] = ["q_proj", "v_proj", "in_proj"]
+
+
 # other people's modules, and what is done once they are there
 THEIRS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": know_config,
     "transformers.models.auto.modeling_auto": know_models,
+    "peft.utils.constants": know_targets,
 }
 
 

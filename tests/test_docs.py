@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -49,6 +50,36 @@ def test_docstring_examples_run(name):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tests_that_ecosystem_names_are_there():
+    page = (ROOT / "docs" / "ecosystem.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) > 10
+    assert [name for name in named if f"def {name}(" not in tests] == []
+    assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[\w/.]+)`", page))
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for tool, package in (("TRL", "trl"), ("PEFT", "peft"), ("accelerate", "accelerate"), ("lm_eval", "lm_eval"),
+                          ("torchao", "torchao"), ("pipeline", "transformers"), ("torch.compile", "torch"),
+                          ("flash-linear-attention", "flash-linear-attention")):  # fmt: skip
+        told = re.search(rf"^\| `?{tool}`? \| ([\d.]+) \|", page, re.M)[1]
+        assert f"{pins[package]}.".startswith(f"{told}."), tool
+
+
+def test_what_ecosystem_says_of_the_load_was_measured():
+    page = (ROOT / "docs" / "ecosystem.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "study" / "serve_load.json").read_text())["rows"]
+    for row in rows:
+        seconds, memory = row["latency_s"], ", ".join(f"{x:.0f}" for x in row["rss_mib"].values())
+        answered, speed = f"{row['answered']} of {row['asked']}", f"{row['tokens_per_s']:.0f}"
+        cells = (
+            f"{row['clients']} | {row['batch']} | {answered} | {speed} | {seconds['median']:.1f} | {seconds['p95']:.1f}"
+        )
+        assert f"| {cells} | {memory} |" in page
+    sentences = re.findall(r"<!-- holds: (.+?) -->", page)
+    assert len(sentences) == 3
+    assert all(eval(sentence, {"rows": rows}) for sentence in sentences)
 
 
 def test_the_constructed_table_is_what_the_demo_computes():

@@ -57,13 +57,8 @@ def attach(
 
     if attached(model):
         raise AttachError(f"{type(model).__name__} has cleaning already: ccq.detach(model) takes it out")
-    options: dict[str, Any] = {
-        "gate_init": gate_init,
-        "normalize": normalize,
-        "step": step,
-        "steps": steps,
-        "covariance_decay": covariance_decay,
-    }
+    options: dict[str, Any] = {"gate_init": gate_init, "normalize": normalize}
+    options |= {"step": step, "steps": steps, "covariance_decay": covariance_decay}
     known = find(model)
     chosen = sorted(known if layers is None else layers)
     if missing := [layer for layer in chosen if layer not in known]:

@@ -115,17 +115,9 @@ def scan(
 
 
 def state_update(
-    call: Call,
-    function: Callable,
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *rest: Any,
+    call: Call, function: Callable, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Mamba2, one token: C and B [B, H, K]; dt [B, heads, P] and A [heads, P, K] are the same for all of P and K."""
     time = F.softplus((dt + options["dt_bias"])[..., 0].float())
     C, B = (y[:, 0] for y in call.clean(C[:, None], C[:, None], B[:, None], (time * A[:, 0, 0])[:, None]))
@@ -148,46 +140,18 @@ class Family:
 
 
 FAMILIES = (
-    Family(
-        {"torch_chunk_gated_delta_rule": delta_rule, "torch_recurrent_gated_delta_rule": delta_rule},
-        heads="num_k_heads",
-        size="head_k_dim",
-        unit=True,
-    ),
-    Family(
-        {"chunk_kimi_delta_attention": delta_rule, "recurrent_kimi_delta_attention": delta_rule},
-        heads="num_heads",
-        size="head_dim",
-        unit=True,
-    ),
-    Family(
-        {
-            "mamba2_chunk_scan": scan,
-            "mamba2_selective_state_update": state_update,
-            "mamba2_split_conv1d_scan_combined": nothing,
-        },
-        heads="n_groups",
-        size="ssm_state_size",
-        unit=False,
-    ),
-    Family(
-        {"chunk_gla": fla_rule, "fused_recurrent_gla": fla_rule},
-        heads="num_heads",
-        size="head_k_dim",
-        unit=False,
-        packs=True,
-    ),
+    Family(dict.fromkeys(("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), delta_rule),
+           heads="num_k_heads", size="head_k_dim", unit=True),
+    Family(dict.fromkeys(("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"), delta_rule),
+           heads="num_heads", size="head_dim", unit=True),
+    Family({"mamba2_chunk_scan": scan, "mamba2_selective_state_update": state_update,
+            "mamba2_split_conv1d_scan_combined": nothing}, heads="n_groups", size="ssm_state_size", unit=False),
     *(
-        Family(
-            {f"chunk_{rule}": fla_rule, f"fused_recurrent_{rule}": fla_rule},
-            heads="num_heads",
-            size="head_k_dim",
-            unit=True,
-            packs=True,
-        )
-        for rule in ("gated_delta_rule", "kda")
+        Family(dict.fromkeys((f"chunk_{rule}", f"fused_recurrent_{rule}"), fla_rule),
+               heads="num_heads", size="head_k_dim", unit=rule != "gla", packs=True)
+        for rule in ("gla", "gated_delta_rule", "kda")
     ),
-)
+)  # fmt: skip
 
 
 def family_of(cls: type[nn.Module]) -> Family | None:

@@ -29,7 +29,7 @@ NOT_HASHED = ("transformers_version", "auto_map", "identity", "recall", "logits_
 # options that came after 0.1: at these values a model is what it was, and so is its hash
 AS_BEFORE = [
     ("step", "scaled"), ("steps", 1), ("covariance_decay", "none"),
-    ("direction", "covariance"), ("learned_scale", False), ("cg_steps", 30),
+    ("direction", "covariance"), ("learned_scale", False), ("cg_steps", 30), ("rotary", False),
 ]  # fmt: skip
 
 

@@ -127,6 +127,10 @@ def rotate(x: Float[Tensor, "B T H K"], positions: Tensor | None, room: int, the
         cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]  # [T, 1, K/2]
     else:
         cos, sin = cos[positions][..., None, :], sin[positions][..., None, :]  # [B, T, 1, K/2]
+    return turned(x, cos, sin)
+
+
+def turned(x: Float[Tensor, "*B K"], cos: Tensor, sin: Tensor) -> Float[Tensor, "*B K"]:
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
@@ -153,9 +157,13 @@ def turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch.
 
 
 def _turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    frequency = theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float64) / size)
-    angle = torch.arange(room, device=device, dtype=torch.float64)[:, None] * frequency
-    high = stats_dtype(dtype)
+    return turns_at(torch.arange(room, device=device), size, theta, dtype)
+
+
+def turns_at(positions: Int[Tensor, "*B"], size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE's angles at these positions, each [*B, K/2]."""
+    frequency = theta ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size)
+    angle, high = positions.double()[..., None] * frequency, stats_dtype(dtype)
     return angle.cos().to(high), angle.sin().to(high)
 
 

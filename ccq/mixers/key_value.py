@@ -53,10 +53,23 @@ class Hedgehog(nn.Module):
             return torch.cat([y, -y], -1).softmax(-1).to(x.dtype)
 
 
+class ElementwiseProduct(nn.Module):
+    """(W1 x + b1) * (W2 x + b2): what fla's linear attention does unless told otherwise."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer1, self.layer2 = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x: Float[Tensor, "*B H K"]) -> Float[Tensor, "*B H K"]:
+        return self.layer1(x) * self.layer2(x)
+
+
 def make_feature_map(name: str, size: int, half_features: int) -> tuple[nn.Module, int]:
     """The map called `name` for heads of `size`, and how many features it gives."""
     if name == "identity":
         return nn.Identity(), size
+    if name == "elementwise_product":
+        return ElementwiseProduct(size), size
     return Hedgehog(size, 2 * half_features), 2 * half_features
 
 

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ccq.mixers.attention import turned, turns_at
 from ccq.mixers.base import LayerState, Sequences, register
 from ccq.mixers.key_value import Gates, KeyValueMixer, low_rank
 from ccq.mixers.linear import few_rows
@@ -50,11 +51,39 @@ class LinearAttention(KeyValueMixer):
 
 @register("retnet")
 class RetNet(KeyValueMixer):
-    """RetNet's decays, from 1/32 of the state a token to 2^-(4+H); without its rotation of q and k."""
+    """RetNet's decays, from 1/32 of the state a token to 2^-(4+H); with its rotation of q and k if `rotary`."""
 
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         head = torch.arange(self.heads, device=x.device, dtype=stats_dtype(x.dtype))
         return torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:-1], -1), None
+
+    def mix(
+        self, raw: Tensor, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences | None, state: Any,
+        new: LayerState | None, *gates: Tensor | None,
+    ) -> Float[Tensor, "*B H V"]:  # fmt: skip
+        if not self.config.rotary:
+            return super().mix(raw, q, k, v, seqs, state, new, *gates)
+        if seqs is None:
+            q, k = self.turned(state["length"], q, k)
+            state["length"].add_(1)
+        else:
+            tokens = q.shape[1]
+            row, index = seqs.locate(tokens, q.device)
+            past = index.new_zeros(seqs.count) if state is None else state["length"]
+            q, k = self.turned(past[row] + index, q, k)
+            if new is not None:
+                new["length"] = past + (tokens if seqs.cu_seqlens is None else seqs.cu_seqlens.diff())
+        return super().mix(raw, q, k, v, seqs, state, new, *gates)
+
+    def turned(self, positions: Int[Tensor, "*B"], *xs: Float[Tensor, "*B H F"]) -> list[Float[Tensor, "*B H F"]]:
+        cos, sin = turns_at(positions, self.features, self.config.rope_theta, xs[0].dtype)
+        return [turned(x, cos[..., None, :], sin[..., None, :]) for x in xs]
+
+    def new_state(
+        self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
+    ) -> LayerState:
+        state = super().new_state(n, device, dtype, max_length)
+        return state | {"length": torch.zeros(n, device=device, dtype=torch.int64)} if self.config.rotary else state
 
 
 @register("gla")

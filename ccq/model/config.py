@@ -20,8 +20,9 @@ from ccq.ops.clean.reference import STEPS
 from ccq.systems import SIZES, SYSTEMS, differing, in_words
 
 CHOICES = {
-    "feature_map": ("identity", "hedgehog"), "normalize": ("unit", "stats"), "backend": ("auto", "chunk", "triton"),
+    "feature_map": ("identity", "hedgehog", "elementwise_product"), "normalize": ("unit", "stats"),
     "covariance_decay": ("none", "backbone", "learned"), "direction": ("covariance", "other head", "mean"),
+    "backend": ("auto", "chunk", "triton"),
 }  # fmt: skip
 
 # what a saved model brings along for those who do not import ccq, with trust_remote_code=True
@@ -72,10 +73,12 @@ class CCQConfig(PretrainedConfig):
     value_size: int = 512
     conv_size: int | None = None  # width of the short convolution of q, k and v; None: none
     base_conv_size: int | None = None  # layers 0, 2, ... are zoology's gated convolutions of this width, not the mixer
-    feature_map: str = "identity"  # or "hedgehog": softmax of [2x, -2x], x a learned map of q or k
+    # or "hedgehog": softmax of [2x, -2x], x a learned map of q or k; or "elementwise_product" of two learned maps
+    feature_map: str = "identity"
     feature_map_size: int = 128  # of that x, so that there are twice as many features
     output_gate: bool = True
-    rope_theta: float = 10000.0  # attention
+    rotary: bool = False  # retnet: q and k turned by their positions, as its paper has them
+    rope_theta: float = 10000.0  # attention, and retnet with rotary
     gate_low_rank: int = 16  # GLA: rank of the map from x to the decays
     gate_normalizer: float = 16.0  # GLA: log-decay = logsigmoid(.) / this
     cg_steps: int = 30  # mesa: of conjugate gradient, in training as in decoding
@@ -187,6 +190,8 @@ class CCQConfig(PretrainedConfig):
                 raise ValueError(f"num_heads: expected heads of even size, for RoPE turns pairs; got heads of {size}")
             if self.num_kv_heads is not None:
                 _divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        if self.rotary and (self.mixer != "retnet" or self.key_size % 2 or self.feature_map == "hedgehog"):
+            raise ValueError("rotary: expected mixer='retnet' with keys of even size and no Hedgehog")
         if self.mixer == "mamba2":
             _divides("head_size", self.head_size, "expand * hidden_size", self.expand * self.hidden_size)
             heads = self.expand * self.hidden_size // self.head_size

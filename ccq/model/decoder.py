@@ -152,6 +152,12 @@ class CCQModel(CCQPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         output_attentions: bool | None = None,
+        position_ids: Int[Tensor, "B T"] | None = None,
+        seq_idx: Int[Tensor, "1 T"] | None = None,
+        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
+        cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> Any:
         """Hidden states [B, T, D] after the last norm; zero at padding.
 
@@ -161,7 +167,13 @@ class CCQModel(CCQPreTrainedModel):
             use_cache: whether to return a cache; by default as the config says, and not in training.
             cu_seqlens: borders of sequences packed into one row, each of which starts anew.
             output_attentions: refused: no mixer has them.
+            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: packed sequences as other libraries tell them, in place
+                of cu_seqlens; max_length_q and max_length_k follow from them.
         """
+        cu_seqlens = borders_of(
+            input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,
+            position_ids=position_ids, seq_idx=seq_idx, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
+        )  # fmt: skip
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions: expected False: linear attention has none, and softmax keeps none")
         if output_hidden_states is None:
@@ -301,18 +313,13 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             logits_to_keep: of the last so many positions, of these positions, or of all: 0.
             num_items_in_batch: divide the sum of the loss by it, not by the tokens that this call scores: then the
                 losses of the parts of a batch add up to that of the whole.
-            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: packed sequences as other libraries tell them, in place
-                of cu_seqlens; max_length_q and max_length_k follow from them.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
         (the others: see CCQModel)
         """
-        others = {"position_ids": position_ids, "seq_idx": seq_idx}
-        others |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        if any(x is not None for x in others.values()):
-            given = input_ids if input_ids is not None else inputs_embeds
-            assert given is not None
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            cu_seqlens = borders_of(given.shape[:2], seen, attention_mask, cu_seqlens, others)
+        cu_seqlens = borders_of(
+            input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,
+            position_ids=position_ids, seq_idx=seq_idx, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
+        )  # fmt: skip
         scoring = labels is not None or targets is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -5,7 +5,6 @@ B batch, N sequences (B of them, or packed ones), T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -113,12 +112,19 @@ def arrange(
 
 
 def borders_of(
-    shape: torch.Size, seen: int, mask: Tensor | None, cu_seqlens: Tensor | None, others: Mapping[str, Tensor | None]
+    tokens: Tensor | None,
+    cache: CCQCache | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    **others: Tensor | None,
 ) -> Tensor | None:
     """cu_seqlens, as given or from what other libraries call them: cu_seq_lens_q and _k, seq_idx, position_ids.
 
     Raises where two of them contradict each other, or positions are not those that the model counts itself.
     """
+    if tokens is None or all(x is None for x in others.values()):
+        return cu_seqlens
+    shape, seen = tokens.shape[:2], 0 if cache is None else cache.get_seq_length()
     found = {"cu_seqlens": cu_seqlens} | {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     given = {name: borders.tolist() for name, borders in found.items() if borders is not None}
     index, positions = others.get("seq_idx"), others.get("position_ids")

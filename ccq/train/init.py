@@ -35,7 +35,8 @@ def begun_from(name: str, config: Config, run: Path) -> Config:
     found = load_config(name)
     if not isinstance(found, CCQConfig):
         raise RunError(
-            f"init: {name} is a {type(found).__name__}: `ccq convert {name} FOLDER` makes a model of ours of it"
+            f"init: {name} is a {type(found).__name__}: `ccq convert` makes models of ours of fla's, and transformers' "
+            "Trainer trains others with cleaning attached (docs/attach.md)"
         )
     model = ModelOptions(**{field.name: getattr(found, field.name) for field in dataclasses.fields(ModelOptions)})
     before_it = Identity(**found.identity) if found.identity else Identity(Path(name).name)

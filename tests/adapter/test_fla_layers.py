@@ -142,3 +142,72 @@ def test_steps_padding_and_packing(kind, decay, monkeypatch):
     packed = model(x, cu_seqlens=torch.tensor([0, 8, 20]))
     torch.testing.assert_close(packed, separate, rtol=0, atol=2e-6)
     torch.testing.assert_close(model(x, seq_idx=(torch.arange(20) >= 8).int()[None]), separate, rtol=0, atol=2e-6)
+
+
+# fla's whole models
+
+WHOLE = {
+    "gla": ("GLA", {"num_heads": 2}),
+    "gated_deltanet": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 64, "expand_v": 1.0}),
+    "kda": ("KDA", {"num_heads": 2, "head_dim": 64}),
+}
+
+
+def whole(kind):
+    """A tiny model of fla's, the same at every call."""
+    from fla import models
+
+    name, options = WHOLE[kind]
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    torch.manual_seed(0)
+    config = getattr(models, f"{name}Config")(**sizes, **options, initializer_range=0.1, fuse_cross_entropy=False)
+    return getattr(models, f"{name}ForCausalLM")(config).eval()
+
+
+@every_kind
+def test_an_adapter_of_a_whole_model_is_saved_and_loaded(kind, tmp_path):
+    model = opened(ccq.attach(whole(kind)))
+    gates = {name: x for name, x in model.state_dict().items() if "cleaner" in name}
+    assert len(gates) == 4
+    ccq.save_adapter(model, tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "whole")
+    for folder in ("adapter", "whole"):
+        again = ccq.load_adapter(whole(kind), tmp_path / folder).state_dict()
+        assert all(torch.equal(again[name], x) for name, x in gates.items())
+    names = set(whole(kind).state_dict())
+    assert set(ccq.detach(model).state_dict()) == names
+
+
+@pytest.mark.gpu
+@every_kind
+def test_whole_models_through_flas_kernels(kind):
+    """The model as it was with lam = 0; with gates steps continue a prefill, padding and packing change nothing."""
+    model = whole(kind).bfloat16().cuda()
+    ids = torch.randint(3, 64, (1, 200), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def close(got, expected):
+        assert (got.float() - expected.float()).abs().mean() < 0.02 * expected.float().abs().mean()
+
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        ccq.attach(model)
+        close(closed(model)(ids, use_cache=False).logits, expected)
+        cleaned = opened(model)(ids, use_cache=False).logits
+        assert (cleaned - expected).abs().mean() > 0.05 * expected.abs().mean()
+        first = model(ids[:, :150], use_cache=True)
+        cache, steps = first.past_key_values, []
+        for t in range(150, 200):
+            out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+        close(torch.cat(steps, 1), cleaned[:, 150:])
+        padded = torch.cat([ids[:, :13], ids], 1)
+        mask = torch.ones_like(padded)
+        mask[:, :13] = 0
+        close(model(padded, attention_mask=mask, use_cache=False).logits[:, 13:], cleaned)
+        separate = torch.cat([model(part, use_cache=False).logits for part in ids.split([80, 120], 1)], 1)
+        borders = torch.tensor([0, 80, 200], device="cuda", dtype=torch.int32)
+        close(model(ids, cu_seqlens=borders, use_cache=False).logits, separate)
+    model.train()(ids, labels=ids, use_cache=False).loss.backward()
+    for layer in attached(model).values():
+        assert layer.cleaner.gate_weight.grad.abs().max() > 0

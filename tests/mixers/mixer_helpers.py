@@ -29,6 +29,8 @@ BACKBONES: dict[str, dict] = {
     "deltanet": {"mixer": "deltanet", **DELTA},
     "linear attention": {"mixer": "linear_attention"},
     "retnet": {"mixer": "retnet"},
+    "retnet, rotary": {"mixer": "retnet", "rotary": True},
+    "linear attention, product": {"mixer": "linear_attention", "feature_map": "elementwise_product"},
     "mamba2": {"mixer": "mamba2", "conv_size": 4},
     "mamba2, groups": {"mixer": "mamba2", "conv_size": 4, "num_groups": 2},
 }
@@ -68,7 +70,7 @@ VARIANTS |= {  # controls of the study
 READS = {  # beside the paper's: projected, with the backbone's decay, and twice with a learned one
     f"projected {name}": {**options, "clean": True, "step": "projected", **more}
     for (name, options), more in zip(
-        BACKBONES.items(), 4 * [{"covariance_decay": "backbone"}, {}, {"covariance_decay": "learned", "steps": 2}],
+        BACKBONES.items(), 5 * [{"covariance_decay": "backbone"}, {}, {"covariance_decay": "learned", "steps": 2}],
         strict=False,
     )
 }  # fmt: skip

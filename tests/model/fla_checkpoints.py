@@ -11,10 +11,14 @@ from safetensors.torch import save_file
 
 from ccq.model import CCQForCausalLM
 
-TYPES = ("gla", "gated_deltanet", "kda", "mamba2", "transformer")
+# fla's names of its models, and of their classes
+TYPES = {
+    "gla": "GLA", "retnet": "RetNet", "linear_attn": "LinearAttention", "delta_net": "DeltaNet",
+    "gated_deltanet": "GatedDeltaNet", "kda": "KDA", "mamba2": "Mamba2", "transformer": "Transformer",
+}  # fmt: skip
 each_type = pytest.mark.parametrize("model_type", TYPES)
 
-# What fla's config classes write beside the sizes, version 0.5.
+# What fla's config classes write beside the sizes, version 0.6.
 _COMMON = {
     "bos_token_id": 1, "eos_token_id": 2, "fuse_cross_entropy": True, "fuse_linear_cross_entropy": False,
     "fuse_norm": True, "hidden_size": 32, "initializer_range": 0.02, "num_hidden_layers": 2,
@@ -29,9 +33,25 @@ CONFIGS = {
         "elementwise_affine": True, "expand_k": 0.5, "expand_v": 1.0, "feature_map": None, "num_heads": 2,
         "num_kv_heads": None, "use_gk": True, "use_gv": False, "use_output_gate": True, "use_short_conv": False,
     },
+    "retnet": {
+        **_COMMON, **_BLOCK, "hidden_ratio": 2, "attn": None, "attn_mode": "chunk", "conv_size": 4,
+        "elementwise_affine": True, "expand_k": 1.0, "expand_v": 2.0, "feature_map": None, "num_heads": 2,
+        "num_kv_heads": None, "use_output_gate": True, "use_short_conv": False,
+    },
+    "linear_attn": {
+        **_COMMON, **_BLOCK, "attn": None, "attn_mode": "fused_chunk", "elementwise_affine": True, "expand_k": 0.5,
+        "expand_v": 1.0, "feature_map": "elementwise_product", "norm_feature_map": False, "norm_k": False,
+        "norm_q": False, "num_heads": 2, "num_kv_heads": None, "tie_feature_map_qk": False,
+    },
+    "delta_net": {
+        **_COMMON, **_BLOCK, "allow_neg_eigval": False, "attn": None, "attn_mode": "chunk", "conv_size": 4,
+        "expand_k": 0.5, "expand_v": 1.0, "num_heads": 2, "qk_activation": "silu", "qk_norm": "l2", "use_beta": True,
+        "use_gate": False, "use_output_norm": True, "use_short_conv": True,
+    },
     "gated_deltanet": {
         **_COMMON, **_BLOCK, "allow_neg_eigval": False, "attn": None, "attn_mode": "chunk", "conv_size": 4,
-        "expand_v": 2.0, "head_dim": 8, "num_heads": 3, "num_v_heads": None, "use_gate": True, "use_short_conv": True,
+        "expand_v": 2.0, "head_dim": 8, "num_heads": 3, "num_v_heads": None, "output_gate_activation": "swish",
+        "use_gate": True, "use_short_conv": True,
     },
     "kda": {
         **_COMMON, **_BLOCK, "allow_neg_eigval": False, "attn": None, "attn_mode": "chunk", "conv_size": 4,
@@ -60,6 +80,23 @@ LAYERS = {
         "attn.v_proj.weight": (32, 32), "attn.g_proj.weight": (32, 32), "attn.gk_proj.0.weight": (16, 32),
         "attn.gk_proj.1.weight": (16, 16), "attn.gk_proj.1.bias": (16,), "attn.o_proj.weight": (32, 32),
         "attn.g_norm_swish_gate.weight": (16,), **_MLP,
+    },
+    "retnet": {
+        "attn_norm.weight": (32,), "attn.q_proj.weight": (32, 32), "attn.k_proj.weight": (32, 32),
+        "attn.v_proj.weight": (64, 32), "attn.g_proj.weight": (64, 32), "attn.o_proj.weight": (32, 64),
+        "attn.g_norm_swish_gate.weight": (32,), **_MLP,
+    },
+    "linear_attn": {
+        "attn_norm.weight": (32,), "attn.q_proj.weight": (16, 32), "attn.k_proj.weight": (16, 32),
+        "attn.v_proj.weight": (32, 32), "attn.norm.weight": (16,), "attn.o_proj.weight": (32, 32),
+        **{f"attn.feature_map_{x}.layer{i}.{name}": shape for x in "qk" for i in (1, 2)
+           for name, shape in (("weight", (8, 8)), ("bias", (8,)))}, **_MLP,
+    },
+    "delta_net": {
+        "attn_norm.weight": (32,), "attn.q_proj.weight": (16, 32), "attn.k_proj.weight": (16, 32),
+        "attn.v_proj.weight": (32, 32), "attn.b_proj.weight": (2, 32), "attn.q_conv1d.weight": (16, 1, 4),
+        "attn.k_conv1d.weight": (16, 1, 4), "attn.v_conv1d.weight": (32, 1, 4), "attn.o_norm.weight": (16,),
+        "attn.o_proj.weight": (32, 32), **_MLP,
     },
     "gated_deltanet": {
         "attn_norm.weight": (32,), "attn.A_log": (3,), "attn.dt_bias": (3,), "attn.q_proj.weight": (24, 32),

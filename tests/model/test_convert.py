@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fla_checkpoints import CONFIGS, assert_same_tensors, each_type, logits, make_tensors
+from fla_checkpoints import CONFIGS, TYPES, assert_same_tensors, each_type, logits, make_tensors
 from model_helpers import relative, tokens
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
@@ -67,7 +68,48 @@ def kda_layer(x, w):
     return (rms(o, w["attn.o_norm.weight"]) * gate.sigmoid()).flatten(-2)
 
 
-LAYERS = {"gla": gla_layer, "gated_deltanet": gated_deltanet_layer, "kda": kda_layer}
+def retnet_layer(x, w):
+    from fla.ops.retention.naive import naive_retention
+
+    q, k, v, g = (x @ w[f"attn.{name}_proj.weight"].T for name in "qkvg")
+    angle = torch.arange(x.shape[1])[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    q, k = (torch.complex(*heads(y, 16).chunk(2, -1)) * turn for y in (q, k))
+    q, k, v = (
+        y.transpose(1, 2) for y in (torch.cat([q.real, q.imag], -1), torch.cat([k.real, k.imag], -1), heads(v, 32))
+    )
+    o = naive_retention(q, k, v).transpose(1, 2)
+    return (rms(o, w["attn.g_norm_swish_gate.weight"]) * F.silu(heads(g, 32))).flatten(-2)
+
+
+def linear_attn_layer(x, w):
+    from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
+
+    def mapped(y, name):
+        one, two = (
+            F.linear(y, *(w[f"attn.feature_map_{name}.layer{i}.{p}"] for p in ("weight", "bias"))) for i in (1, 2)
+        )
+        return one * two
+
+    q, k, v = (x @ w[f"attn.{name}_proj.weight"].T for name in "qkv")
+    o, _ = naive_recurrent_linear_attn(mapped(heads(q, 8), "q"), mapped(heads(k, 8), "k"), heads(v, 16))
+    return rms(o, w["attn.norm.weight"]).flatten(-2)
+
+
+def delta_net_layer(x, w):
+    from fla.ops.delta_rule.naive import delta_rule_recurrence
+
+    q, k, v = (conv(x @ w[f"attn.{name}_proj.weight"].T, w[f"attn.{name}_conv1d.weight"]) for name in "qkv")
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (heads(q, 8), heads(k, 8)))
+    beta = (x @ w["attn.b_proj.weight"].T).sigmoid()
+    o, _ = delta_rule_recurrence(*(y.transpose(1, 2) for y in (q, k, heads(v, 16), beta)))
+    return rms(o.transpose(1, 2), w["attn.o_norm.weight"]).flatten(-2)
+
+
+LAYERS = {
+    "gla": gla_layer, "retnet": retnet_layer, "linear_attn": linear_attn_layer, "delta_net": delta_net_layer,
+    "gated_deltanet": gated_deltanet_layer, "kda": kda_layer,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model_type", "mix"), LAYERS.items())
@@ -75,9 +117,9 @@ def test_logits_are_those_of_flas_equations(model_type, mix, source, tmp_path):
     """fla's block and layer written out around its naive recurrence, on the tensors as fla names them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fla's, where there is no GPU
-        __import__("fla.ops.gla.naive")
-        __import__("fla.ops.gated_delta_rule.naive")
-        __import__("fla.ops.kda.gate")
+        for name in ("gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "kda"):
+            importlib.import_module(f"fla.ops.{name}.naive")
+        importlib.import_module("fla.ops.kda.gate")
     tensors = make_tensors(model_type)
     convert(source(model_type, tensors), tmp_path / "ours")
     ids = tokens(2, 70, vocabulary=64)
@@ -189,7 +231,7 @@ def test_our_presets_go_to_fla_and_return(system, tmp_path):
 def test_expansions_give_the_sizes_back(hidden, heads, key, value):
     """fla multiplies and cuts, and 22 * (15 / 22) is below 15 in floating point."""
     sizes = {"hidden_size": hidden, "num_heads": heads, "key_size": key, "value_size": value}
-    for model_type in ("gla", "gated_deltanet", "kda"):
+    for model_type in ("gla", "delta_net", "gated_deltanet", "kda"):
         family = FAMILIES[model_type]
         config = CCQConfig(mixer=family.mixer, unit_qk=family.needs["unit_qk"], **sizes)
         back, _ = our_config(fla_config(config)[1])
@@ -199,7 +241,7 @@ def test_expansions_give_the_sizes_back(hidden, heads, key, value):
 # Cleaning
 
 
-@pytest.mark.parametrize("model_type", ["gla", "gated_deltanet", "kda", "mamba2"])
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name != "transformer"])
 def test_cleaning_changes_little_and_nothing_at_zero(model_type, source, tmp_path):
     folder = source(model_type)
     convert(folder, tmp_path / "plain")
@@ -252,7 +294,12 @@ def test_attention_cannot_be_cleaned(source, tmp_path):
         ({"gate_normalizer": 8.0}, "gate_normalizer: expected 16.0, got 8.0"),
         ({"current_key_read": True}, "current_key_read: expected False"),
         ({"intermediate_size": None}, "intermediate_size: expected a size"),
-        ({"mixer": "retnet"}, "mixer: expected one of gla, .* got 'retnet'"),
+        ({"mixer": "mesa"}, "mixer: expected one of gla, .* got 'mesa'"),
+        ({"mixer": "retnet"}, "rotary: expected True, got False"),
+        (
+            {"mixer": "linear_attention", "feature_map": "hedgehog", "output_gate": False},
+            "feature_map: expected 'elementwise_product' or 'identity', got 'hedgehog'",
+        ),
         ({"mixer": "gated_deltanet"}, "unit_qk: expected True, got False"),
         ({"mixer": "kda", "unit_qk": True, "output_gate": False}, "output_gate: expected True, got False"),
     ],

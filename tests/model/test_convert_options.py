@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
-from fla_checkpoints import CONFIGS, LAYERS, assert_same_tensors, make_folder, make_tensors
+from fla_checkpoints import CONFIGS, LAYERS, TYPES, assert_same_tensors, make_folder, make_tensors
 from model_helpers import make_model
 from safetensors.torch import load_file
 
 from ccq.model import CCQForCausalLM
-from ccq.model.convert import convert, grouped
-from ccq.model.convert.families import FAMILIES
+from ccq.model.convert import convert, grouped, model_shapes
+from ccq.model.convert.families import FAMILIES, our_config
+from ccq.model.convert.tensors import read_json
 
 # Options
 
@@ -41,6 +43,15 @@ REFUSED = [
     ("gated_deltanet", {"allow_neg_eigval": True}, "allow_neg_eigval: expected False"),
     ("gated_deltanet", {"expand_v": 1.3}, "expand_v: expected a whole number of channels"),
     ("gated_deltanet", {"norm_first": True}, "norm_first: expected False"),
+    ("gated_deltanet", {"output_gate_activation": "sigmoid"}, "output_gate_activation: expected 'swish' or 'silu'"),
+    ("delta_net", {"qk_norm": "sum"}, "qk_norm: expected 'l2', got 'sum'"),
+    ("delta_net", {"qk_activation": "elu", "use_beta": False}, "(?s)use_beta: expected True.*qk_activation"),
+    ("retnet", {"feature_map": "relu", "num_kv_heads": 1}, "feature_map: expected None"),
+    ("retnet", {"num_kv_heads": 1}, "num_kv_heads: expected num_heads = 2, got 1"),
+    ("retnet", {"expand_k": 0.5, "num_heads": 16}, "rotary: .*keys of even size"),
+    ("linear_attn", {"feature_map": "dpfp"}, "feature_map: expected 'elementwise_product' or 'identity', got 'dpfp'"),
+    ("linear_attn", {"norm_feature_map": True}, "norm_feature_map: expected False"),
+    ("linear_attn", {"use_short_conv": False}, "use_short_conv: LinearAttentionForCausalLM of fla has no such option"),
     ("kda", {"safe_gate": True, "lower_bound": -5.0}, "(?s)safe_gate: expected False.*lower_bound: expected None"),
     ("kda", {"num_v_heads": 6}, "num_v_heads: expected num_heads = 3, got 6"),
     ("mamba2", {"use_bias": True}, "use_bias: expected False"),
@@ -69,6 +80,63 @@ def test_options_that_our_layers_do_not_have(model_type, changes, message, sourc
     assert sorted(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.parametrize(("model_type", "name"), TYPES.items())
+def test_every_option_of_the_installed_fla(model_type, name, tmp_path):
+    """Its own classes write the config and name the tensors: an option or a tensor that a new version has, shows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no GPU
+        models = pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+    make_config = getattr(models, f"{name}Config")
+    assert make_config.model_type == model_type
+    plain, _ = our_config(json.loads(make_config().to_json_string(use_diff=False), object_hook=number))
+    assert plain.mixer == FAMILIES[model_type].mixer
+    own = {
+        key: value for key, value in CONFIGS[model_type].items() if key not in ("torch_dtype", "transformers_version")
+    }
+    config = make_config(**own)
+    config.save_pretrained(tmp_path)
+    written = read_json(tmp_path / "config.json")
+    assert {key: written[key] for key in own if key in written} == {key: own[key] for key in own if key in written}
+    ours, ignored = our_config(written)
+    assert set(ignored) <= set(FAMILIES[model_type].ignored)
+    if model_type == "transformer":
+        pytest.importorskip("flash_attn", reason="fla's attention needs flash_attn")
+    with torch.device("meta"):
+        theirs = getattr(models, f"{name}ForCausalLM")(config).state_dict()
+    expected = {FAMILIES[model_type].name(key, ours): shape for key, shape in model_shapes(ours)[1].items()}
+    assert {key: tuple(x.shape) for key, x in theirs.items()} == expected
+    assert set(make_tensors(model_type)) == set(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_type", "name"), [pair for pair in TYPES.items() if pair[0] != "transformer"])
+def test_logits_are_those_of_flas_own_model(model_type, name, tmp_path):
+    """On a GPU its models run: the same weights, in its kernels and in ours."""
+    from fla import models
+
+    left_out = ("torch_dtype", "transformers_version", "hidden_size", "intermediate_size", "head_dim")
+    own = {key: value for key, value in CONFIGS[model_type].items() if key not in left_out}
+    own |= {"hidden_size": 128, "fuse_cross_entropy": False, "initializer_range": 0.1}
+    own |= {"num_heads": 4, "head_dim": 64} if model_type == "mamba2" else {"num_heads": 2, "intermediate_size": 128}
+    own |= {"head_dim": 64} if model_type in ("gated_deltanet", "kda") else {}
+    torch.manual_seed(0)
+    theirs = getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**own)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    ids = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(0)).cuda()
+    ours = CCQForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    for dtype, least in ((torch.float32, 5e-3), (torch.bfloat16, 5e-2)):
+        with torch.no_grad():
+            ref, got = (m.to("cuda", dtype)(ids, use_cache=False).logits.float() for m in (theirs, ours))
+        assert ref.std() > 0.1
+        assert (got - ref).norm() < least * ref.norm()
+
+
+def number(x):
+    """Infinity is an object in what transformers 5 writes."""
+    return float(x["__float__"]) if "__float__" in x else x
+
+
 def test_all_refused_options_are_named_at_once(source, tmp_path):
     with pytest.raises(ValueError, match=r"(?s)hidden_size.*clamp_min.*use_gv.*novelty"):
         convert(source("gla", {}, use_gv=True, clamp_min=0, novelty=1, hidden_size=-1), tmp_path / "x")
@@ -87,7 +155,7 @@ def test_layers_that_fla_has_not_are_refused(system, tmp_path):
     [
         ("gated_delta_net", "Did you mean 'gated_deltanet'"),
         ("glaa", "Did you mean 'gla'"),
-        ("llama", "expected one of gla, gated_deltanet, kda, mamba2, transformer, ccq, got 'llama'"),
+        ("llama", f"expected one of {', '.join(TYPES)}, ccq, got 'llama'"),
         (None, "got None"),
         (["gla"], r"got \['gla'\]"),
     ],

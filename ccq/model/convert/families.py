@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -16,31 +16,6 @@ from ccq.names import nearest
 
 def lines(items: Sequence[str]) -> str:
     return "".join(f"\n  {item}" for item in items)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One of fla's models: its options, its names, and the mixer that is the same function."""
-
-    mixer: str
-    architecture: str
-    reads: dict[str, Any]  # the options that our config takes over, with the values that fla assumes
-    only: dict[str, tuple[tuple[Any, ...], str]]  # options with the values that our layer has, and why no others
-    # likewise, of earlier versions, and what fla's model never passes on
-    former: dict[str, tuple[tuple[Any, ...], str]]
-    ignored: tuple[str, ...]  # options that do not change the function: kernels, initialisation, the loss
-    names: tuple[tuple[str, str], ...]  # parts of our tensors' names, and fla's for them
-    same: dict[str, str]  # options of CCQConfig, and fla's for them
-    options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> the other ones of CCQConfig
-    fla_options: Callable[[CCQConfig], dict[str, Any]]  # and back
-    needs: dict[str, Any]  # options of CCQConfig that fla's model has in this form only
-    unused: tuple[str, ...] = ()  # ends of tensors of earlier versions that nothing read
-
-    def name(self, ours: str, config: CCQConfig) -> str:
-        """fla's name of our tensor."""
-        for part, theirs in self.names:
-            ours = ours.replace(part, theirs)
-        return ours if config.output_gate else ours.replace("g_norm_swish_gate", "g_norm")
 
 
 _SHARED = {
@@ -57,6 +32,9 @@ _BLOCK = {
 }
 _AFFINE = {"elementwise_affine": ((True,), "our norms have weights")}
 _HYBRID = {"attn": ((None,), "all layers of our decoder have the same mixer")}
+_BETA = {"allow_neg_eigval": ((False,), "our beta ends at 1, not at 2")}
+_NO_MAP = {"feature_map": ((None,), "none of fla's maps of q and k is ours")}
+_MAPS = ("elementwise_product", "identity")  # of fla's for its linear attention, those that are ours
 _FORMER_BLOCK = {"norm_first": ((False,), "our norms stand before the layers, not in them")}
 _FORMER_CONV = {"conv_bias": ((False,), "our short convolution of q, k and v has no bias")}
 _ATTN_NAMES = (
@@ -64,6 +42,32 @@ _ATTN_NAMES = (
     (".mixer_norm.", ".attn_norm."),
     (".mixer.", ".attn."),
 )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of fla's models: its options, its names, and the mixer that is the same function."""
+
+    mixer: str
+    architecture: str
+    reads: dict[str, Any]  # the options that our config takes over, with the values that fla assumes
+    only: dict[str, tuple[tuple[Any, ...], str]]  # options with the values that our layer has, and why no others
+    same: dict[str, str]  # options of CCQConfig, and fla's for them
+    options: Callable[[dict[str, Any]], dict[str, Any]]  # fla's options -> the other ones of CCQConfig
+    fla_options: Callable[[CCQConfig], dict[str, Any]]  # and back
+    needs: dict[str, Any]  # options of CCQConfig that fla's model has in this form, or one of these, only
+    # likewise `only`, of earlier versions, and what fla's model never passes on
+    former: dict[str, tuple[tuple[Any, ...], str]] = field(default_factory=lambda: {**_FORMER_BLOCK, **_FORMER_CONV})
+    ignored: tuple[str, ...] = ("attn_mode", *_TRAINING)  # what does not change the function: kernels, the loss
+    names: tuple[tuple[str, str], ...] = _ATTN_NAMES  # parts of our tensors' names, and fla's for them
+    unused: tuple[str, ...] = ()  # ends of tensors of earlier versions that nothing read
+
+    def name(self, ours: str, config: CCQConfig) -> str:
+        """fla's name of our tensor."""
+        for part, theirs in self.names:
+            ours = ours.replace(part, theirs)
+        return ours if config.output_gate else ours.replace("g_norm_swish_gate", "g_norm")
+
 
 # names of options and tensors that fla has given up, and those it has now
 _RENAMED_OPTIONS = {
@@ -100,23 +104,25 @@ def _expansion(width: int, base: int) -> float:
 
 
 def _own_heads(o: dict[str, Any], name: str) -> None:
-    if o[name] not in (None, o["num_heads"]):
+    if o.get(name) not in (None, o["num_heads"]):
         heads = o["num_heads"]
         raise ValueError(f"{name}: expected num_heads = {heads}, got {o[name]} (our heads share no keys or values)")
 
 
-def _gla(o: dict[str, Any]) -> dict[str, Any]:
+def _expanded(o: dict[str, Any]) -> dict[str, Any]:
+    """Of GLA, RetNet, DeltaNet and linear attention, whose keys and values are so many times as wide as the model."""
     _own_heads(o, "num_kv_heads")
-    if o["use_short_conv"] and o["share_conv_kernel"]:
+    if o.get("use_short_conv") and o.get("share_conv_kernel"):
         raise ValueError("share_conv_kernel: expected a convolution each of q, k and v, got one for all of them")
     sizes = {}
     for name, size in (("expand_k", "key_size"), ("expand_v", "value_size")):
-        width = int(o["hidden_size"] * o[name])
+        width = o["hidden_size"] * o[name]
+        width = round(width) if math.isclose(width, round(width)) else int(width)
         sizes[size] = _whole(name, width / o["num_heads"], f"channels in each of {o['num_heads']} heads")
     return sizes | _mlp_and_conv(o)
 
 
-def _gla_back(config: CCQConfig) -> dict[str, Any]:
+def _expanded_back(config: CCQConfig) -> dict[str, Any]:
     return _mlp_and_conv_back(config) | {
         "expand_k": _expansion(config.num_heads * config.key_size, config.hidden_size),
         "expand_v": _expansion(config.num_heads * config.value_size, config.hidden_size),
@@ -134,7 +140,7 @@ def _gated_deltanet_back(config: CCQConfig) -> dict[str, Any]:
 
 
 def _mlp_and_conv(o: dict[str, Any]) -> dict[str, Any]:
-    return {"intermediate_size": _mlp_size(o), "conv_size": o["conv_size"] if o["use_short_conv"] else None}
+    return {"intermediate_size": _mlp_size(o), "conv_size": o["conv_size"] if o.get("use_short_conv") else None}
 
 
 def _mlp_and_conv_back(config: CCQConfig) -> dict[str, Any]:
@@ -166,7 +172,7 @@ FAMILIES = {
         },
         only={
             **_BLOCK, **_AFFINE, **_HYBRID,
-            "feature_map": ((None,), "none of fla's maps of q and k is ours"),
+            **_NO_MAP,
             "clamp_min": ((None,), "our log-decays have no lower bound"),
             "use_gk": ((True,), "our keys decay"),
             "use_gv": ((False,), "our values do not decay"),
@@ -176,12 +182,66 @@ FAMILIES = {
             "gate_logit_normalizer": ((16,), "fla's model passes no other on to its layers"),
             "gate_low_rank_dim": ((16,), "fla's model passes no other on to its layers"),
         },
-        ignored=("attn_mode", *_TRAINING),
         names=((".mixer.o_norm.", ".mixer.g_norm_swish_gate."), *_ATTN_NAMES),
         same={"num_heads": "num_heads", "output_gate": "use_output_gate"},
-        options=_gla,
-        fla_options=_gla_back,
+        options=_expanded,
+        fla_options=_expanded_back,
         needs={**_PLAIN, "feature_map": "identity", "unit_qk": False, "gate_low_rank": 16, "gate_normalizer": 16.0},
+    ),
+    "retnet": Family(
+        mixer="retnet",
+        architecture="RetNetForCausalLM",
+        reads={
+            **_SHARED, **_MLP, "hidden_ratio": 2, "expand_k": 1.0, "expand_v": 2.0, "num_heads": 8,
+            "num_kv_heads": None, "use_output_gate": True, "use_short_conv": False, "conv_size": 4,
+        },
+        only={**_BLOCK, **_AFFINE, **_HYBRID, **_NO_MAP},
+        names=((".mixer.o_norm.", ".mixer.g_norm_swish_gate."), *_ATTN_NAMES),
+        same={"num_heads": "num_heads", "output_gate": "use_output_gate"},
+        options=lambda o: _expanded(o) | {"rotary": True},
+        fla_options=_expanded_back,
+        needs={**_PLAIN, "feature_map": "identity", "unit_qk": False, "rotary": True, "rope_theta": 10000.0},
+        unused=(".attn.rotary.inv_freq",),
+    ),
+    "linear_attn": Family(
+        mixer="linear_attention",
+        architecture="LinearAttentionForCausalLM",
+        reads={
+            **_SHARED, **_MLP, "expand_k": 1.0, "expand_v": 1.0, "num_heads": 4, "num_kv_heads": None,
+            "feature_map": "elementwise_product",
+        },
+        only={
+            **_BLOCK, **_AFFINE, **_HYBRID,
+            "tie_feature_map_qk": ((False,), "our q and k have maps of their own"),
+            "norm_q": ((False,), "our features do not sum to 1"),
+            "norm_k": ((False,), "our features do not sum to 1"),
+            "norm_feature_map": ((False,), "our output is not divided by the sum of the weights"),
+        },
+        former=_FORMER_BLOCK,
+        names=((".mixer.o_norm.", ".mixer.norm."), *_ATTN_NAMES),
+        same={"num_heads": "num_heads", "feature_map": "feature_map"},
+        options=lambda o: _expanded(o) | {"output_gate": False},
+        fla_options=lambda config: {k: v for k, v in _expanded_back(config).items() if "conv" not in k},
+        needs={**_PLAIN, "feature_map": _MAPS, "unit_qk": False, "output_gate": False, "conv_size": None},
+    ),
+    "delta_net": Family(
+        mixer="deltanet",
+        architecture="DeltaNetForCausalLM",
+        reads={
+            **_SHARED, **_MLP, "expand_k": 1.0, "expand_v": 1.0, "num_heads": 16, "use_gate": False,
+            "use_short_conv": True, "conv_size": 4,
+        },
+        only={
+            **_BLOCK, **_HYBRID, **_BETA,
+            "use_beta": ((True,), "our DeltaNet learns how strongly it writes"),
+            "qk_norm": (("l2",), "our queries and keys have unit length"),
+            "qk_activation": (("silu",), "our queries and keys pass a SiLU"),
+        },
+        ignored=("attn_mode", "use_output_norm", *_TRAINING),  # fla's layer has the norm whatever this says
+        same={"num_heads": "num_heads", "output_gate": "use_gate"},
+        options=lambda o: _expanded(o) | {"unit_qk": True},
+        fla_options=_expanded_back,
+        needs={**_PLAIN, "feature_map": "identity", "unit_qk": True},
     ),
     "gated_deltanet": Family(
         mixer="gated_deltanet",
@@ -190,10 +250,10 @@ FAMILIES = {
             **_SHARED, **_MLP, "num_hidden_layers": 21, "head_dim": 256, "num_heads": 6, "num_v_heads": None,
             "expand_v": 2.0, "use_gate": True, "use_short_conv": True, "conv_size": 4,
         },
-        only={**_BLOCK, **_HYBRID, "allow_neg_eigval": ((False,), "our beta ends at 1, not at 2")},
-        former={**_FORMER_BLOCK, **_FORMER_CONV},
-        ignored=("attn_mode", *_TRAINING),
-        names=_ATTN_NAMES,
+        only={
+            **_BLOCK, **_HYBRID, **_BETA,
+            "output_gate_activation": (("swish", "silu"), "our output gate is a swish"),
+        },
         same={"num_heads": "num_heads", "key_size": "head_dim", "output_gate": "use_gate"},
         options=_gated_deltanet,
         fla_options=_gated_deltanet_back,
@@ -208,14 +268,10 @@ FAMILIES = {
             "use_short_conv": True, "conv_size": 4,
         },
         only={
-            **_BLOCK, **_HYBRID,
-            "allow_neg_eigval": ((False,), "our beta ends at 1, not at 2"),
+            **_BLOCK, **_HYBRID, **_BETA,
             "safe_gate": ((False,), "our log-decays have no lower bound"),
             "lower_bound": ((None,), "our log-decays have no lower bound"),
         },
-        former={**_FORMER_BLOCK, **_FORMER_CONV},
-        ignored=("attn_mode", *_TRAINING),
-        names=_ATTN_NAMES,
         same={"num_heads": "num_heads", "key_size": "head_dim"},
         options=_gated_deltanet,
         fla_options=_gated_deltanet_back,
@@ -273,7 +329,6 @@ FAMILIES = {
             "rope_scaling": ((None,), "our rotations are not scaled"),
         },
         ignored=_TRAINING,
-        names=_ATTN_NAMES,
         same={"num_heads": "num_heads", "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
         options=lambda o: {"intermediate_size": _mlp_size(o)},
         fla_options=lambda config: {"intermediate_size": config.intermediate_size},
@@ -321,6 +376,8 @@ def our_config(raw: dict[str, Any]) -> tuple[CCQConfig, list[str]]:
 
 def _expects(name: str, value: Any, default: Any) -> str | None:
     """What an option should have been, where it is not."""
+    if name == "feature_map":
+        return None if value in _MAPS else " or ".join(map(repr, _MAPS))
     if value is None:
         return None if default is None or name in _MAY_BE_NONE else "a value"
     if isinstance(default, bool):
@@ -344,9 +401,9 @@ def fla_config(config: CCQConfig) -> tuple[str, dict[str, Any]]:
     model_type = known[config.mixer]
     family = FAMILIES[model_type]
     refused = [
-        f"{name}: expected {value!r}, got {getattr(config, name)!r}"
+        f"{name}: expected {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
         for name, value in family.needs.items()
-        if getattr(config, name) != value
+        if getattr(config, name) not in (values := value if isinstance(value, tuple) else (value,))
     ]
     if "intermediate_size" in family.reads and config.intermediate_size is None:
         refused.append("intermediate_size: expected a size, got None (fla's layers have an MLP)")

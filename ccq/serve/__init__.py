@@ -1,0 +1,69 @@
+"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. It is transformers' own, with our models known to it.
+
+batches.py   requests that wait are generated together
+app.py       what stands before transformers' server: the key, the checks, errors in OpenAI's form
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+from collections.abc import Sequence
+
+KEY = "CCQ_API_KEY"  # an argument would be seen by all who list processes
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ccq serve",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=f"The environment variable {KEY} is the key that clients must show; other hosts than the loopback "
+        "address want one.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="what `ccq generate` takes: a shipped model, a folder, a name")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--batch", type=int, default=16, help="requests generated together (default: %(default)s)")
+    parser.add_argument("--context", type=int, help="most tokens of prompt and answer (default: as it was trained)")
+    parser.add_argument("--waiting", type=int, default=512, help="most requests that wait (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    key = os.environ.get(KEY) or None
+    if not is_loopback(arguments.host) and key is None:
+        parser.error(f"--host: {arguments.host} can be reached from outside; expected a key in {KEY} for that")
+    for name in ("batch", "context", "waiting"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name}: expected a positive number, got {value}")
+
+    import fastapi  # noqa: F401 -- the three that transformers' server needs, named one by one where they are missing
+    import openai  # noqa: F401
+    import uvicorn
+
+    from ccq.doctor import best_device, check_cpu_bf16, check_device
+    from ccq.serve.app import build
+
+    device, dtype = arguments.device or best_device(), arguments.dtype
+    try:
+        check_device(device)
+        check_cpu_bf16(device, dtype)
+    except ValueError as error:
+        parser.error(str(error))
+    dtype = "float32" if dtype == "auto" and device == "cpu" else dtype
+    app = build(arguments.model, device, dtype, key, arguments.batch, arguments.context, arguments.waiting)
+    server = uvicorn.Server(uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning"))
+    socket = server.config.bind_socket()  # before it is said where: port 0 is chosen here, and whoever reads it may ask
+    socket.listen(server.config.backlog)
+    address = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    print(f"{arguments.model} at http://{address}:{socket.getsockname()[1]}/v1", flush=True)
+    server.run(sockets=[socket])
+    return 0
