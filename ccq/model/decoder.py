@@ -329,10 +329,10 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             logits_to_keep: of the last so many positions, of these positions, or of all: 0.
             num_items_in_batch: divide the sum of the loss by it, not by the tokens that this call scores: then the
                 losses of the parts of a batch add up to that of the whole.
-            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: packed sequences as other libraries tell them, in place
-                of cu_seqlens; max_length_q and max_length_k follow from them.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
-        (the others: see CCQModel)
+
+        position_ids, seq_idx, cu_seq_lens_q and cu_seq_lens_k are packed sequences as other libraries tell them, in place
+        of cu_seqlens; max_length_q and max_length_k follow from them. The others: see CCQModel.
         """
         others = {"position_ids": position_ids, "seq_idx": seq_idx}
         others |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
