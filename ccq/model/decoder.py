@@ -331,8 +331,8 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
                 losses of the parts of a batch add up to that of the whole.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
 
-        position_ids, seq_idx, cu_seq_lens_q and cu_seq_lens_k are packed sequences as other libraries tell them, in place
-        of cu_seqlens; max_length_q and max_length_k follow from them. The others: see CCQModel.
+        position_ids, seq_idx, cu_seq_lens_q and cu_seq_lens_k are packed sequences as other libraries tell them, in
+        place of cu_seqlens; max_length_q and max_length_k follow from them. The others: see CCQModel.
         """
         others = {"position_ids": position_ids, "seq_idx": seq_idx}
         others |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
