@@ -1,15 +1,19 @@
 # make test   everything CI checks: lint, types, tests     make run   see it at work (no GPU, no data)
-# Both set up .venv by themselves from Python 3.11 or newer.
+# make docs   the documentation as a site, in site/
+# All set up .venv by themselves from Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test run lint format bench clean
+.PHONY: test run docs lint format bench clean
 
 test: lint
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 run: .venv/installed
 	$(BIN)/ccq demo
+
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -30,4 +34,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,8 +13,9 @@ import ccq
 from ccq.demo import regimes as demo
 
 ROOT = Path(__file__).parent.parent
-ALL_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-PAGES = [page for page in ALL_PAGES if "\n```python\n" in page.read_text()]
+ALL_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# the tutorials have commands between their blocks: test_tutorials.py runs both
+PAGES = [page for page in ALL_PAGES if "\n```python\n" in page.read_text() and page.parent.name != "tutorials"]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted((ROOT / "ccq").rglob("*.py"))
@@ -22,20 +23,24 @@ MODULES = [
 ]
 
 
-def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """The ```python blocks, each with the number of its first line."""
+def blocks(page: Path, languages: str = "python") -> list[tuple[int, str, str]]:
+    """The blocks of code on a page: the number of the first line, the language, the code."""
     text = page.read_text()
-    blocks = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text[: block.start(1)].count("\n"), block[1]) for block in blocks]
+    found = re.finditer(rf"^```({languages})\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text[: block.start(2)].count("\n"), block[1], block[2]) for block in found]
+
+
+def execute(page: Path, line: int, source: str, names: dict) -> None:
+    exec(compile("\n" * line + source, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_on_the_page_runs(page, capsys):
     names: dict = {"__name__": "page"}  # blocks of one page continue each other
-    blocks = python_blocks(page)
-    assert blocks, "a page without code: drop it from PAGES"
-    for line, source in blocks:
-        exec(compile("\n" * line + source, str(page), "exec"), names)
+    found = blocks(page)
+    assert found, "a page without code: drop it from PAGES"
+    for line, _, source in found:
+        execute(page, line, source, names)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -45,9 +45,12 @@ def attach(
     Args:
         model: of transformers or flash-linear-attention; docs/attach.md has the kinds.
         layers: indices of layers; None: all that have a memory to read.
+        gate_init: lam at first.
         normalize: "unit": unit q and k; "stats": unit keys in Sigma_t only. None: what leaves the model as it is with
             lam = 0, which is "unit" where its layers do that by themselves, and "stats" elsewhere.
-        step, steps, covariance_decay: as in `clean_query` and `CCQConfig`.
+        step: as in `clean_query`.
+        steps: as in `clean_query`.
+        covariance_decay: as in `CCQConfig`.
 
     Returns:
         The model. Gates are parameters `...cleaner.gate_weight` and `...cleaner.gate_bias`, in fp32.

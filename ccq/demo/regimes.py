@@ -119,7 +119,7 @@ def draw(results: dict[str, Result], folder: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    from ccq.figures import BLUE, DPI, GREY, INK, RED, STYLE
+    from ccq.figures import BLUE, GREY, INK, RED, STYLE
 
     result, place = results["scaled"], torch.arange(1, T + 1)
     others = place != NEEDLE + 1
@@ -149,7 +149,7 @@ def draw(results: dict[str, Result], folder: Path) -> None:
         panels[0, 2].legend()
         handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3)
-        figure.savefig(folder / "scores.png", dpi=DPI)
+        figure.savefig(folder / "scores.png", dpi=160)
         figure.savefig(folder / "scores.svg", metadata={"Date": None})
 
 

@@ -314,7 +314,9 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
             num_items_in_batch: divide the sum of the loss by it, not by the tokens that this call scores: then the
                 losses of the parts of a batch add up to that of the whole.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
-        (the others: see CCQModel)
+
+        position_ids, seq_idx, cu_seq_lens_q and cu_seq_lens_k are packed sequences as other libraries tell them, in
+        place of cu_seqlens; max_length_q and max_length_k follow from them. The others: see CCQModel.
         """
         cu_seqlens = borders_of(
             input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,

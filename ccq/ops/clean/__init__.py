@@ -42,7 +42,8 @@ def clean_query(
     The backbone reads its state with q_clean as it is (no second normalisation) and writes with k_bar.
 
     Args:
-        q, k: queries and keys, of one dtype. Hq is a multiple of Hk; query head h reads key head h // (Hq / Hk).
+        q: queries.
+        k: keys, of the same dtype. Hq is a multiple of Hk; query head h reads key head h // (Hq / Hk).
         lam: how far to contract, from 0 to 1; any float dtype, used in fp32. Or the `Gate(weight, bias)` that gives
             it, sigmoid(W q + b) of this q as it comes: one pass over q less than `gate`, three with the backward.
         normalize: "unit": q and k are divided by their norms first, k_bar is the unit key (the paper);

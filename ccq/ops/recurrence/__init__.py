@@ -85,8 +85,7 @@ def exported(
 
 @exported.register_fake
 def _(q, k, v, g, beta, scale, initial_state, cu_seqlens):
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return v.new_empty(v.shape), chunk.start(None, sequences, q, v)
+    return v.new_empty(v.shape), chunk.memory(None, cu_seqlens, q, *v.shape[2:])
 
 
 def flops(heads: int, key_size: int, value_size: int, delta: bool = False) -> float:
