@@ -31,6 +31,8 @@ bench: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ccq needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@# torchao says four lines whenever transformers is imported beside it: it lies aside, where one test looks
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --constraint constraints.txt --target .venv/aside torchao
 	touch $@
 
 clean:

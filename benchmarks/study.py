@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ccq.evaluate.statistics import chance, error_of_mean, holm, student
 from ccq.files import read_text
-from ccq.report.claims import FAILS, FEW, HOLDS, LEAST, NOT_RUN, nothing_or_all
+from ccq.report.claims import FAILS, FEW, HOLDS, LEAST, NOT_RUN
 from ccq.systems import Identity
 
 ROOT = Path(__file__).parent.parent
@@ -151,7 +151,7 @@ def judge(found: list[Run]) -> list[Verdict]:
             middle, half = sum(values) / len(values), student(len(values) - 1) * error_of_mean(values)
             bounds = (middle - half, middle + half)
             gain = -bounds[0] if better == LOWER else bounds[1]  # the largest that the interval allows
-            if better == HIGHER and nothing_or_all(shared):
+            if better == HIGHER and (max(shared) < LEAST[better] or min(shared) > 100 - LEAST[better]):
                 verdict = UNTESTABLE
             else:
                 p = chance(values)

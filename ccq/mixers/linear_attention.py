@@ -66,14 +66,15 @@ class RetNet(KeyValueMixer):
         if seqs is None:
             q, k = self.turned(state["length"], q, k)
             state["length"].add_(1)
-        else:
-            tokens = q.shape[1]
-            row, index = seqs.locate(tokens, q.device)
-            past = index.new_zeros(seqs.count) if state is None else state["length"]
-            q, k = self.turned(past[row] + index, q, k)
-            if new is not None:
-                new["length"] = past + (tokens if seqs.cu_seqlens is None else seqs.cu_seqlens.diff())
-        return super().mix(raw, q, k, v, seqs, state, new, *gates)
+            return super().mix(raw, q, k, v, seqs, state, new, *gates)
+        tokens = q.shape[1]
+        row, index = seqs.locate(tokens, q.device)
+        past = index.new_zeros(seqs.count) if state is None else state["length"]
+        q, k = self.turned(past[row] + index, q, k)
+        o = super().mix(raw, q, k, v, seqs, state, new, *gates)
+        if new is not None:
+            new["length"] = past + (tokens if seqs.cu_seqlens is None else seqs.cu_seqlens.diff())
+        return o
 
     def turned(self, positions: Int[Tensor, "*B"], *xs: Float[Tensor, "*B H F"]) -> list[Float[Tensor, "*B H F"]]:
         cos, sin = turns_at(positions, self.features, self.config.rope_theta, xs[0].dtype)

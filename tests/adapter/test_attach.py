@@ -265,8 +265,9 @@ def saved(tmp_path_factory):
     return folder, model
 
 
-def test_load_knows_an_adapter_and_a_model_that_was_saved_with_gates(saved):
+def test_load_knows_an_adapter_and_a_model_that_was_saved_with_gates(saved, monkeypatch):
     folder, model = saved
+    in_plain_torch(model, monkeypatch)  # one of its layers is left as it is
     loaded, tokenizer = ccq.load(str(folder / "adapter"))
     assert tokenizer("a b").input_ids
     assert torch.equal(logits(loaded), logits(model.eval()))
@@ -303,8 +304,9 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path):
         ccq.pretrained.load_model(str(stripped))
 
 
-def test_eval_and_analyze_take_an_adapter(saved, tmp_path, capsys):
-    folder, _ = saved
+def test_eval_and_analyze_take_an_adapter(saved, tmp_path, capsys, monkeypatch):
+    folder, model = saved
+    in_plain_torch(model, monkeypatch)  # one of its layers is left as it is
     for name in ("adapter", "whole"):
         out = tmp_path / name
         asked = ["--suite", "length", "--tasks", "book", "--lengths", "64", "--limit", "2", "--device", "cpu"]

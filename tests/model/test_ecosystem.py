@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from model_helpers import CLOSE, make_model, relative, shared_model, tokens
@@ -197,8 +200,9 @@ def test_lm_eval_as_its_users_call_it(folder):
 
 
 @few_systems
-def test_torchao_keeps_the_function_in_int8(system):
+def test_torchao_keeps_the_function_in_int8(system, monkeypatch):
     """It is the model with weights rounded to 8 bits a row, in prefill and in steps."""
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "aside")  # where the Makefile puts it
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model, plain, ids = make_model(system), make_model(system), tokens(2, 12)
     with torch.no_grad():

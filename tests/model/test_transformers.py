@@ -179,7 +179,7 @@ def test_a_padded_batch_takes_no_mask_of_all_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [Dim.AUTO, Dim.DYNAMIC])
-@pytest.mark.parametrize("system", ["transformer", "ccq-gla", "gated-deltanet"])
+@pytest.mark.parametrize("system", ["transformer", "ccq-gla", "gated-deltanet", "mesa-2"])
 def test_a_model_is_exported_for_any_length(system, dim):
     class Logits(nn.Module):
         def __init__(self):

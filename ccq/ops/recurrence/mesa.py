@@ -66,11 +66,28 @@ def mesa(
 
         return fla.mesa(q, k, v, g, beta, ridge, steps, initial_state, output_final_state, cu_seqlens)
     arguments = (q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens)
-    if torch.is_grad_enabled():
+    if torch.compiler.is_exporting():
+        o, state = exported(*arguments)
+    elif torch.is_grad_enabled():
         o, state = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)
     else:
         o, state = _run(*arguments)
     return o, state if output_final_state else None
+
+
+@torch.library.custom_op("ccq::mesa", mutates_args=())
+def exported(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ridge: Tensor, steps: int, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `ccq::recurrence`: one node of what torch.export makes."""
+    o, state = _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens)
+    return o.contiguous(), state
+
+
+@exported.register_fake
+def _(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
+    return v.new_empty(v.shape), memory(None, cu_seqlens, q, k.shape[2], k.shape[3] + v.shape[3])
 
 
 def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
