@@ -55,3 +55,11 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def plural(count: int, word: str, words: str = "") -> str:
+    """
+    >>> plural(1, "step"), plural(2000, "step"), plural(2, "micro-batch", "micro-batches")
+    ('1 step', '2,000 steps', '2 micro-batches')
+    """
+    return f"{count:,} {word if count == 1 else words or word + 's'}"

@@ -7,6 +7,7 @@ import math
 from operator import attrgetter
 
 from ccq.evaluate.statistics import grouped, student
+from ccq.names import plural
 from ccq.report.claims import (
     FAILS,
     FEW,
@@ -26,7 +27,7 @@ from ccq.report.claims import (
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import SEEDS, Interval, Results, distinct, mean, once, seed_interval
-from ccq.report.table import needle, plural, signed
+from ccq.report.table import needle, signed
 
 LEAST_GAP, LEAST_GATE = 0.01, 0.01  # a tenth of the paper's gap of alignment, and of what its gate opens further
 SWITCHED_FROM = 4096  # tokens from which the paper switches its cleaning off

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ccq.data import DataError
+from ccq.names import plural
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -140,7 +141,9 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def summary(index: dict) -> str:
-    text = f"{index['tokens']:,} tokens, {index['documents']:,} documents, {len(index['shards'])} shards"
+    text = (
+        f"{index['tokens']:,} tokens, {plural(index['documents'], 'document')}, {plural(len(index['shards']), 'shard')}"
+    )
     if index["needle_documents"]:
         share = index["needle_tokens"] / index["tokens"]
         text += f"; {index['needle_documents']:,} needle documents, {share:.2%} of the tokens"

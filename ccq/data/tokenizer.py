@@ -132,12 +132,13 @@ def beginning(pieces: Iterator[Piece], size: int) -> Iterator[Piece]:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A folder, or a name on the Hub; it must be a fast tokenizer with an end-of-text token."""
-    from transformers import AutoTokenizer
+    """That of a folder, a run, a model that ships or one of the Hub; a fast one with an end-of-text token."""
+    from ccq import pretrained
+    from ccq.shipped import ModelError
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name))
-    except (OSError, ValueError) as error:
+        tokenizer = pretrained.load_tokenizer(str(name))
+    except ModelError as error:
         raise DataError(f"tokenizer {str(name)!r} cannot be loaded: {error}") from None
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(f"tokenizer {str(name)!r} is {type(tokenizer).__name__}: a fast one (tokenizers) is needed")

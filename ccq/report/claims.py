@@ -13,6 +13,7 @@ from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
 from ccq.evaluate.requests import EvaluationError
 from ccq.evaluate.statistics import chance, error_of_mean, holm, student
+from ccq.names import plural
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper
 from ccq.report.results import (
@@ -26,7 +27,7 @@ from ccq.report.results import (
     seed_interval,
     settings_like,
 )
-from ccq.report.table import change, plural, scale_label, signed, trained_as
+from ccq.report.table import change, scale_label, signed, trained_as
 from ccq.systems import SIZES, SYSTEMS, Identity
 
 HOLDS, FAILS, FEW, UNTESTABLE, NOT_RUN = "supported", "not supported", "undecided", "not testable here", "not run"

@@ -17,12 +17,13 @@ import ccq
 from ccq.bench.tables import goals_table
 from ccq.figures import Figure, sample, save, svg
 from ccq.files import write_atomically
+from ccq.names import plural
 from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
 from ccq.report.collect import DAMAGE, Collection
 from ccq.report.results import Results
-from ccq.report.table import Table, plural, trimmed
+from ccq.report.table import Table, trimmed
 from ccq.train import sweep_tables
 
 TITLE = "CCQ: a query that is cleaned before it reads"

@@ -126,10 +126,6 @@ def human(count: float) -> str:
     return f"{count:g}"
 
 
-def plural(count: int, word: str, words: str = "") -> str:
-    return f"{count} {word if count == 1 else words or word + 's'}"
-
-
 def tokens_label(count: int) -> str:
     """
     >>> tokens_label(512), tokens_label(4096)

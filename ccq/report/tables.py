@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ccq.names import grouped
+from ccq.names import grouped, plural
 from ccq.report.claims import NOT_RUN, Verdict, rules
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Column, Paper, leader
@@ -25,7 +25,6 @@ from ccq.report.table import (
     marks,
     not_run,
     number,
-    plural,
     scale_label,
 )
 from ccq.report.table import NOT_RUN as EMPTY

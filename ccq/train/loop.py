@@ -22,7 +22,7 @@ from ccq.data import DataError
 from ccq.data.batches import Batch, Steps, iterating
 from ccq.doctor import check_cpu_bf16
 from ccq.model.info import info
-from ccq.names import duration, first_line
+from ccq.names import duration, first_line, plural
 from ccq.train import RunError, folder
 from ccq.train.checkpoint import Checkpoints, folder_of, load, newest, problem
 from ccq.train.config import Config, model_config
@@ -155,7 +155,7 @@ class Run:
         return (
             f"{name}: {parameters:,} parameters{some}, {config.dtype} on "
             f"{self.world.size} x {self.world.device.type}, {config.data.batch} sequences a step "
-            f"({self.accumulate} micro-batches a rank), {config.steps:,} steps"
+            f"({plural(self.accumulate, 'micro-batch', 'micro-batches')} a rank), {plural(config.steps, 'step')}"
         )
 
     def one_step(self, batches: Iterator[list[Batch]]) -> None:

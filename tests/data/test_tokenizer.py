@@ -161,3 +161,20 @@ def test_ctrl_c_is_heard_while_the_merges_are_learned(tmp_path):
     assert time.monotonic() - begun < 2
     assert (process.returncode, said) == (130, "interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_name_is_that_of_a_model_that_ships_or_is_asked_of_the_hub_once(monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def unreachable(name, **_):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    assert load_tokenizer("gla-pico").eos_token_id is not None
+    with pytest.raises(DataError, match="no folder here is called that"):
+        load_tokenizer("somebody/mistyped-tokenizer")
+    assert asked == ["somebody/mistyped-tokenizer"]
