@@ -34,6 +34,11 @@ def test_every_variant_of_the_hopper_kernels(tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_rare_sizes_and_dtypes(tmp_path):
+    assert compile_kernels(tmp_path, "--rare")["launches"]
+
+
 def compile_kernels(cache: Path, *options: str) -> dict:
     """What the script says, once nothing in it is wrong."""
     env = {

@@ -256,7 +256,7 @@ def test_any_part_of_a_result_may_be_missing(everything, tmp_path, monkeypatch):
     for name in files:
         whole = (everything / name).read_text()
         target = tmp_path / "run" / "config.json" if "config" in name else tmp_path / "x.json"
-        for _ in range(9):
+        for _ in range(4):
             content = json.loads(whole)
             place, depth = content, rng.randint(0, 4)
             while depth and (key := pick(rng, place)) is not None and isinstance(place[key], dict | list):
@@ -270,7 +270,7 @@ def test_any_part_of_a_result_may_be_missing(everything, tmp_path, monkeypatch):
             usable = without_unusable(collect([target]))
             assert assemble(usable).html
             left_out += bool(usable.problems)
-    assert left_out > 12
+    assert left_out > 3
 
 
 def pick(rng, place):
