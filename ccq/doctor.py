@@ -102,6 +102,18 @@ def check_device(name: str) -> None:
         raise DeviceError(f"--device: {name!r} was asked for, and torch sees {count} GPUs (`ccq doctor` says why)")
 
 
+def runnable(parser: argparse.ArgumentParser, device: str | None, dtype: str) -> tuple[str, str]:
+    """The device and the dtype to run a model with, of what a command was given; the parser says what cannot run."""
+    device = device or best_device()
+    try:
+        check_device(device)
+        check_cpu_bf16(device, dtype)
+    except ValueError as error:
+        parser.error(str(error))
+    # checkpoints are bf16, to be small, and CPUs are slow in it where they can compute it at all
+    return device, "float32" if dtype == "auto" and device == "cpu" else dtype
+
+
 def check_cpu_bf16(device: str, dtype: str) -> None:
     """DeviceError where a model in `dtype` would kill the process."""
     asked = device == "cpu" and dtype in ("bf16", "bfloat16") and torch.backends.mkldnn.enabled

@@ -33,17 +33,10 @@ def main(argv: Sequence[str]) -> int:
     import torch  # late: `--help` needs none of this
     from transformers import TextStreamer
 
-    from ccq.doctor import best_device, check_cpu_bf16, check_device
+    from ccq.doctor import runnable
     from ccq.pretrained import load, most_tokens
 
-    device, dtype = arguments.device or best_device(), arguments.dtype
-    try:
-        check_device(device)
-        check_cpu_bf16(device, dtype)
-    except ValueError as error:
-        parser.error(str(error))
-    if dtype == "auto" and device == "cpu":
-        dtype = "float32"  # checkpoints are bf16, to be small, and CPUs are slow in it where they can compute it at all
+    device, dtype = runnable(parser, arguments.device, arguments.dtype)
     model, tokenizer = load(arguments.model, device=device, dtype=dtype)
     ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(device)
     if ids.shape[1] == 0:

@@ -49,16 +49,10 @@ def main(argv: Sequence[str]) -> int:
     import openai  # noqa: F401
     import uvicorn
 
-    from ccq.doctor import best_device, check_cpu_bf16, check_device
+    from ccq.doctor import runnable
     from ccq.serve.app import build
 
-    device, dtype = arguments.device or best_device(), arguments.dtype
-    try:
-        check_device(device)
-        check_cpu_bf16(device, dtype)
-    except ValueError as error:
-        parser.error(str(error))
-    dtype = "float32" if dtype == "auto" and device == "cpu" else dtype
+    device, dtype = runnable(parser, arguments.device, arguments.dtype)
     app = build(arguments.model, device, dtype, key, arguments.batch, arguments.context, arguments.waiting)
     server = uvicorn.Server(uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning"))
     socket = server.config.bind_socket()  # before it is said where: port 0 is chosen here, and whoever reads it may ask
