@@ -158,7 +158,7 @@ def test_ctrl_c_is_heard_while_the_merges_are_learned(tmp_path):
     process.send_signal(signal.SIGINT)
     begun = time.monotonic()
     _, said = process.communicate(timeout=60)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10  # seconds of a busy machine, where learning takes minutes
     assert (process.returncode, said) == (130, "interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
