@@ -1,5 +1,6 @@
 """The folder of a run says what trained it, also where that changed on the way."""
 
+import dataclasses
 import json
 
 import pytest
@@ -49,3 +50,15 @@ def dies_after(step, method):
             raise KeyboardInterrupt
 
     return one_step
+
+
+def test_a_repeat_is_another_run(tmp_path):
+    config = small("gla", steps=1)
+    assert train(config, tmp_path / "first") == 0
+    first = folder.mark(tmp_path / "first")
+    config.runtime.log_every = 7
+    assert train(config, tmp_path / "first") == 0  # gone on with, otherwise logged
+    assert folder.mark(tmp_path / "first") == first
+    config.identity = dataclasses.replace(config.identity, repeat=1)
+    assert train(config, tmp_path / "second") == 0
+    assert folder.mark(tmp_path / "second") != first

@@ -1,6 +1,5 @@
 """What a run computes, logs and survives, in one process."""
 
-import dataclasses
 import json
 import math
 import re
@@ -583,20 +582,6 @@ def test_an_export_takes_the_place_of_another_model_only_if_told_so(text_run, tm
     assert (out / "eval").is_dir()
     moved = run.rename(tmp_path / "moved")
     assert cli.main(["export", str(moved), str(out)]) == 0  # the same run, wherever it lies
-
-
-def test_a_repeat_is_another_run(tmp_path):
-    from ccq.train.folder import mark
-
-    config = small("gla", steps=1)
-    assert train(config, tmp_path / "first") == 0
-    first = mark(tmp_path / "first")
-    config.runtime.log_every = 7
-    assert train(config, tmp_path / "first") == 0  # gone on with, otherwise logged
-    assert mark(tmp_path / "first") == first
-    config.identity = dataclasses.replace(config.identity, repeat=1)
-    assert train(config, tmp_path / "second") == 0
-    assert mark(tmp_path / "second") != first
 
 
 def test_validation_tokens_of_another_tokenizer_are_refused(tmp_path):
