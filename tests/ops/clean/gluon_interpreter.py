@@ -210,6 +210,7 @@ def interpreted() -> ModuleType:
         minimum=pair(torch.minimum), maximum=pair(torch.maximum), rsqrt=torch.rsqrt, exp=torch.exp,
         where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
         sum=lambda x, axis: x.sum(axis), convert_layout=lambda x, layout: x, load=load, store=store,
+        inline_asm_elementwise=lambda asm, constraints, args, dtype, is_pure, pack: args[0],  # of hopper.anew
         allocate_shared_memory=allocate, warp_specialize=warp_specialize,
     )  # fmt: skip
     mbarrier = SimpleNamespace(

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 Y, SCALED, PROJECTED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # as in reads.py
 SMALLEST = gl.constexpr(LEAST)
 PERIOD = gl.constexpr(256)  # of scans.py
+NEVER = gl.constexpr(-1e30)  # the running log-decay of a token that is not there: it sees nothing
 ROWS = 3  # buffers of x: the two in use, and one of the next tile
 BLOCK = gl.NVMMASharedLayout(128, 16, 3)  # of [1, 64, K] in shared memory, as products take it
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of 64 numbers, one to a thread
 
 
 @gluon.aggregate
@@ -56,6 +58,12 @@ def decay_before(through, row, length):
     """The running log-decay of one sequence before its token `row`; 0 where a period begins, and past its end."""
     inside = (row % PERIOD != 0) & (row <= length)
     return gl.load(through + gl.where(inside, row - 1, 0)) * inside.to(gl.float32)
+
+
+@gluon.jit
+def anew(x):
+    """x, of which the compiler does not know that it has seen it: what depends on it is computed once more."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -113,15 +121,16 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
     square_row: gl.constexpr = gl.SliceLayout(1, square)
     narrow_row: gl.constexpr = gl.SliceLayout(1, narrow)
     local = gl.arange(0, 64, wide_row)
-    column = gl.arange(0, 64, gl.SliceLayout(0, square))
-    sees = gl.arange(0, 64, square_row)[:, None] >= column[None, :]
+    column_of: gl.constexpr = gl.SliceLayout(0, square)
+    sees = gl.arange(0, 64, square_row)[:, None] >= gl.arange(0, 64, column_of)[None, :]
+    lane = gl.arange(0, 64, LANES)
     # Rows 2v and 2v + 1 hold a key sum in two parts, as in reads.load_sums: that before the 64 rows (v = 0), and that
     # before the chunk, twice.
     sum_row = gl.arange(0, 16, gl.SliceLayout(1, even))
     sum_col = gl.arange(0, K, gl.SliceLayout(0, even))
     v = sum_row // 2
     product_v = gl.arange(0, 16, gl.SliceLayout(0, narrow)) // 2
-    lane = gl.arange(0, 16, gl.SliceLayout(0, left))
+    part = gl.arange(0, 16, gl.SliceLayout(0, left)) // 2
     own_sums = key_sums.index(W)
 
     item = 0
@@ -139,6 +148,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             now = gl.load(decays + rows, mask=valid, other=0.0)
             chunk_start = decay_before(decays, chunk_row, tiles.T)  # asked for now, needed after the state
             own_start = decay_before(decays, begin, tiles.T)
+            coming = gl.load(decays + (begin + lane), mask=begin + lane < tiles.T, other=0.0)
             earlier = gl.where(chunk_row > 0, chunk_row - 1, 0)
             n0 = gl.load(weights + sequence + earlier)
             if modes.INITIAL:
@@ -191,38 +201,39 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if W == 0:  # the keys of the later 64 rows
             ring.skip(item)
             item += 1
-        # the rows' own keys first: with them m is complete. Decays are asked for before a product, and become
-        # exponentials while it runs
-        if modes.DECAY:
-            then = gl.load(decays + (begin + column), mask=begin + column < tiles.T, other=0.0)
+        # The rows' own keys first: with them m is complete. A decay is asked for a block ahead, by one thread a key, and
+        # handed to those that hold its column while the product runs. What is left of a key at a row is computed twice,
+        # from numbers handed over twice: to keep 64 x 64 of them would take registers that the sum needs.
         keys = ring.get(item)
         p = scores_of(x, keys)
         if modes.DECAY:
-            own_left = gl.exp(gl.minimum(now_square[:, None] - then[None, :], 0.0))
-        p = gl.where(sees, warpgroup_mma_wait(0, deps=(p,)), 0.0)
+            then = coming
+            key = begin - 64 + lane
+            coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < tiles.T), other=0.0)
+        p = warpgroup_mma_wait(0, deps=(p,))
         m = gl.zeros([64], gl.float32, square_row)
         if modes.CENTRED:
             own = p
             if modes.DECAY:
-                own = p * own_left
+                own = p * gl.exp(now_square[:, None] - gl.convert_layout(then, column_of)[None, :])
+            own = gl.where(sees, own, 0.0)
             m = (gl.convert_layout(before, square_row) + gl.sum(own, 1)) / gl.convert_layout(t, square_row)
-            p = gl.where(sees, p - m[:, None], 0.0)
+            p = p - m[:, None]
         if modes.DECAY:
-            p = p * own_left
+            p = p * gl.exp(now_square[:, None] - gl.convert_layout(anew(then), column_of)[None, :])
         share = gl.full([64], 1.0, gl.float32, square_row) / past
-        acc = read_keys(acc, p * share[:, None], keys, left)
+        acc = read_keys(acc, gl.where(sees, p * share[:, None], 0.0), keys, left)
         ring.release(item)
         item += 1
         if modes.DECAY:  # of an earlier key: what is left of it where the rows begin, and of that at each row
             share = share * gl.convert_layout(fade, square_row)
         for i in range(1, (begin + 64 - chunk_row) // 64):
-            if modes.DECAY:
-                key = begin - i * 64 + column
-                then = gl.load(decays + key, mask=key < tiles.T, other=0.0)
             keys = ring.get(item)
             p = scores_of(x, keys)
             if modes.DECAY:
-                left_of_key = gl.exp(gl.minimum(own_start - then, 0.0))
+                left_of_key = gl.convert_layout(gl.exp(gl.minimum(own_start - coming, 0.0)), column_of)
+                key = begin - (i + 1) * 64 + lane
+                coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < tiles.T), other=0.0)
             p = warpgroup_mma_wait(0, deps=(p,))
             if modes.CENTRED:
                 p = p - m[:, None]
@@ -240,8 +251,8 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
                 outer = outer * gl.convert_layout(left_of_past, narrow_row)
             outer_high = gl.convert_layout(outer.to(gl.bfloat16).to(gl.float32), gl.SliceLayout(1, left))
             outer_low = gl.convert_layout(outer, gl.SliceLayout(1, left)) - outer_high
-            parts = gl.where((lane // 2 == 1)[None, :], outer_high[:, None], 0.0)
-            parts = gl.where((lane // 2 == 2)[None, :], outer_low[:, None], parts)
+            parts = gl.where((part == 1)[None, :], outer_high[:, None], 0.0)
+            parts = gl.where((part == 2)[None, :], outer_low[:, None], parts)
             acc = warpgroup_mma(parts.to(gl.bfloat16), own_sums, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             gl.store(means + per_row, gl.convert_layout(mean, wide_row) * scale, mask=valid)
@@ -367,30 +378,35 @@ def read_queries(acc, x, ring, item, lifts, decays, late, length, fades, modes, 
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ring.K, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    column = gl.arange(0, 64, gl.SliceLayout(0, square))
-    seen = column[None, :] >= gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
-    inside = column < length - late
+    column_of: gl.constexpr = gl.SliceLayout(0, square)
+    seen = gl.arange(0, 64, column_of)[None, :] >= gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
+    # asked for by one thread a query, and handed to those that hold its column when the products are there: until then
+    # they would take registers
+    lane = gl.arange(0, 64, LANES)
+    inside = lane < length - late
     lift_q, lift_w = lifts
     then, own_end, of_key = fades
     if modes.DECAY:
-        now = gl.load(decays + late + column, mask=inside, other=0.0)
+        now = gl.load(decays + late + lane, mask=inside, other=NEVER)
+        if not OWN:
+            now = gl.exp(gl.minimum(now - own_end, 0.0))
     if modes.CENTRED:
-        off_q = gl.load(lift_q + late + column, mask=inside, other=0.0)
-        off_w = gl.load(lift_w + late + column, mask=inside, other=0.0)
+        off_q = gl.load(lift_q + late + lane, mask=inside, other=0.0)
+        off_w = gl.load(lift_w + late + lane, mask=inside, other=0.0)
     x_q = ring.get(item)
     p_q = scores_of(x, x_q)
     x_w = ring.get(item + 1)
     p_w = scores_of(x, x_w)
-    if modes.DECAY:  # while the products run
-        if OWN:
-            reach = gl.exp(gl.minimum(now[None, :] - then[:, None], 0.0))
-        else:  # what is left of a key after its rows, of that at each query
-            reach = of_key[:, None] * gl.exp(gl.minimum(now - own_end, 0.0))[None, :]
     p_q, p_w = warpgroup_mma_wait(0, deps=(p_q, p_w))
     if modes.CENTRED:
-        p_q -= off_q[None, :]
-        p_w -= off_w[None, :]
+        p_q -= gl.convert_layout(off_q, column_of)[None, :]
+        p_w -= gl.convert_layout(off_w, column_of)[None, :]
     if modes.DECAY:
+        here = gl.convert_layout(now, column_of)
+        if OWN:
+            reach = gl.exp(here[None, :] - then[:, None])
+        else:  # what is left of a key after its rows, of that at each query
+            reach = of_key[:, None] * here[None, :]
         p_q = p_q * reach
         p_w = p_w * reach
     if OWN:

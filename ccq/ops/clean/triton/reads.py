@@ -311,7 +311,7 @@ def finish_kernel(
         weights += sequence
         chunk_start = decay_before(through, rank * BN // S * S)
         tile_start = decay_before(through, rank * BN)
-    pulled = tl.zeros([BK], tl.float32)
+    pulled = tl.zeros([BR, BK], tl.float32)  # added up over rows once, at the end: there warps wait for each other
     for first in range(rank * BN, rank * BN + BN, BR):  # of all BN rows at once there would be more than registers hold
         rows = first + tl.arange(0, BR)
         valid = rows < length
@@ -325,6 +325,9 @@ def finish_kernel(
         q_tile = load_rows(q + head, first, length, HQ * K, K, cols, BR, tl.float32)
         g_tile = load_rows(g + head, first, length, HQ * K, K, cols, BR, tl.float32)
         read = load_rows(weighted + head, first, length, HQ * K, K, cols, BR, tl.float32)
+        if CENTRED:  # asked for before anything is stored: behind that it would wait
+            mean_q = tl.load(m_q + per_row, mask=valid, other=0.0)
+            mean_w = tl.load(m_g + per_row, mask=valid, other=0.0)
         scale = tl.full([BR], 1.0, tl.float32)
         if UNIT:
             scale = tl.rsqrt(tl.sum(q_tile * q_tile, 1) + eps)
@@ -354,19 +357,19 @@ def finish_kernel(
         if DECAYS:  # - q . Sigma dy / t
             d_n = -tl.sum(q_tile * read, 1) * share
         if CENTRED:
-            mean_q = tl.load(m_q + per_row, mask=valid, other=0.0) / scale
-            mean_w = tl.load(m_g + per_row, mask=valid, other=0.0) * share
+            mean_q /= scale
+            mean_w *= share
             tl.store(lift_q + at, mean_q, mask=valid)
             tl.store(lift_w + at, mean_w, mask=valid)
             pull = w * mean_q[:, None] + q_tile * mean_w[:, None]
             if DECAY:
                 pull *= tl.exp(tl.minimum(now - tile_start, 0.0))[:, None]
-            pulled += tl.sum(pull, 0)
+            pulled += pull
             d_n += mean_q * mean_w
         if DECAYS:
             tl.store(through_n + at, d_n, mask=valid)
     if CENTRED:
-        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -pulled, mask=cols < K)
+        tl.store(pulls + (tile.to(tl.int64) * HQ + hq) * K + cols, -tl.sum(pulled, 0), mask=cols < K)
 
 
 @triton.jit(do_not_specialize=VARYING)
