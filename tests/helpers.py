@@ -146,7 +146,8 @@ def make_case(
         state: begin with the statistics of `earlier`, 3 more, 6 more, ... unit keys.
         lengths: pack sequences of these lengths; B and T follow from them.
         decay: "given", or "learned" where a gradient flows to it: so much a token that some 2% of a state are left
-            at the end. The state is then one of weights.
+            at the end. The state is then one of weights. "sudden": also given, and every tenth token or so forgets
+            nearly all (e^-20) or all (e^-90) that came before.
     """
     rng = torch.Generator().manual_seed(seed)
     high = torch.float64 if dtype == torch.float64 else torch.float32
@@ -192,6 +193,12 @@ def make_case(
         return made
     cotangents["n"] = normal(sequences, Hk).to(high)
     log_decay = torch.nn.functional.logsigmoid(normal(B, T, Hk) + math.log(max(lengths or [T]) / 2.5)).to(high)
+    if decay == "sudden":
+        forgets = torch.rand(B, T, Hk, generator=rng)
+        log_decay -= 20.0 * (forgets < 0.1) + 70.0 * (forgets < 0.02)
+        log_decay = (
+            log_decay * 1024
+        ).round() / 1024  # sums of these are exact in fp32: rounding would cost exp its bits
     if initial_state is not None:
         weight = initial_state.weight + torch.rand(sequences, Hk, generator=rng)
         initial_state = CovarianceState(initial_state.second_moment, initial_state.key_sum, weight.to(high))

@@ -58,6 +58,7 @@ def test_source_of_the_hopper_kernels_matches_fp64(by_hopper, shape, mode, state
         ("projected", "given", 1, 0, True),
         ("projected", "learned", 0, 1, False),
         ("scaled", "given", 0, 3, True),
+        ("scaled", "sudden", 0, 0, True),
     ],
 )
 def test_source_of_the_hopper_kernels_matches_fp64_in_every_read(by_hopper, step, decay, shape, mode, state):

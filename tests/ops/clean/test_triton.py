@@ -73,6 +73,7 @@ READS = [
     ("projected", "learned", 1, 3, False),
     ("scaled", "learned", 0, 1, True),
     ("scaled", "given", 1, 0, True),
+    ("scaled", "sudden", 0, 0, False),
 ]
 
 
@@ -198,7 +199,8 @@ def test_kernels_match_fp64_in_every_read(step, decay, mode, state, shape, dtype
 @on_gpu
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("shape", range(len(HOPPER_SHAPES)))
-@pytest.mark.parametrize(("step", "decay"), [("projected", None), ("projected", "given"), ("scaled", "learned")])
+@pytest.mark.parametrize(("step", "decay"), [("projected", None), ("projected", "given"), ("scaled", "learned"),
+                                             ("scaled", "sudden")])  # fmt: skip
 def test_hopper_kernels_match_fp64_in_every_read(step, decay, mode, shape):
     if not has_hopper_kernels():
         pytest.skip("not a Hopper GPU with Triton 3.8")

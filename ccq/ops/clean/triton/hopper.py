@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Y, SCALED, PROJECTED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # as in reads.py
 SMALLEST = gl.constexpr(LEAST)
 PERIOD = gl.constexpr(256)  # of scans.py
+LOG2_E = gl.constexpr(1.4426950408889634)
+FAINT = gl.constexpr(1e-12)  # of a past: what is left of it counts as this much at least, so that it can be divided by
 NEVER = gl.constexpr(-1e30)  # the running log-decay of a token that is not there: it sees nothing
 ROWS = 3  # buffers of x: the two in use, and one of the next tile
 BLOCK = gl.NVMMASharedLayout(128, 16, 3)  # of [1, 64, K] in shared memory, as products take it
@@ -58,6 +60,13 @@ def decay_before(through, row, length):
     """The running log-decay of one sequence before its token `row`; 0 where a period begins, and past its end."""
     inside = (row % PERIOD != 0) & (row <= length)
     return gl.load(through + gl.where(inside, row - 1, 0)) * inside.to(gl.float32)
+
+
+@gluon.jit
+def exp(x):
+    """In two instructions: Gluon's own takes six, to round numbers below 1e-38 well."""
+    code: gl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(code, "=r,r", [LOG2_E * x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -142,6 +151,8 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         valid = rows < tiles.T
         per_row = (n.to(gl.int64) * tiles.T + rows) * HQ + hq
         sequence = h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
+        if modes.STEP != Y:
+            gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
         if modes.DECAY:
             decays = through + sequence
             t = gl.load(weights + sequence + rows, mask=valid, other=1.0)
@@ -154,14 +165,12 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             if modes.INITIAL:
                 n0 = gl.where(chunk_row > 0, n0, gl.load(count + n * H + h))
             n0 = gl.where(n0 > 0, n0, 1.0)
-            past = n0 * 0.0 + 1.0  # with a decay the sum is scaled on the way
         else:
             seen = n.to(gl.int64) * 0
             if modes.INITIAL:
                 seen += gl.load(count + n)
             t = (seen + rows + 1).to(gl.float32)
-            past = gl.maximum(seen + chunk_row, 1).to(gl.float32)
-            n0 = past
+            n0 = gl.maximum(seen + chunk_row, 1).to(gl.float32)
         blocks = 0
         if modes.INITIAL or chunk_row > 0:  # a sequence with no past has no state to read
             blocks = K // 64
@@ -178,10 +187,11 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             scale = gl.rsqrt(gl.sum(q * q, 1) + eps)
         acc = gl.zeros([64, K], gl.float32, wide)  # in units of past |q_t|
         acc, item = read_state(acc, x, ring, item, blocks)
+        past = gl.full([64], 1.0, gl.float32, wide_row) * n0
         if modes.DECAY:
-            left_of_past = gl.exp(gl.minimum(now - chunk_start, 0.0))
-            acc = acc * (left_of_past * n0)[:, None]
-            fade = gl.exp(gl.minimum(now - own_start, 0.0))
+            left_of_past = exp(gl.minimum(now - chunk_start, 0.0))
+            past = past * gl.maximum(left_of_past, FAINT)
+            fade = exp(gl.minimum(now - own_start, 0.0))
             now_square = gl.convert_layout(now, square_row)
 
         before = gl.zeros([64], gl.float32, narrow_row)
@@ -201,7 +211,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if W == 0:  # the keys of the later 64 rows
             ring.skip(item)
             item += 1
-        # The rows' own keys first: with them m is complete. A decay is asked for a block ahead, by one thread a key, and
+        # The rows' own keys first: with them m is complete. A decay is loaded a block ahead, by one thread a key, and
         # handed to those that hold its column while the product runs. What is left of a key at a row is computed twice,
         # from numbers handed over twice: to keep 64 x 64 of them would take registers that the sum needs.
         keys = ring.get(item)
@@ -215,13 +225,13 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if modes.CENTRED:
             own = p
             if modes.DECAY:
-                own = p * gl.exp(now_square[:, None] - gl.convert_layout(then, column_of)[None, :])
+                own = p * exp(now_square[:, None] - gl.convert_layout(then, column_of)[None, :])
             own = gl.where(sees, own, 0.0)
             m = (gl.convert_layout(before, square_row) + gl.sum(own, 1)) / gl.convert_layout(t, square_row)
             p = p - m[:, None]
         if modes.DECAY:
-            p = p * gl.exp(now_square[:, None] - gl.convert_layout(anew(then), column_of)[None, :])
-        share = gl.full([64], 1.0, gl.float32, square_row) / past
+            p = p * exp(now_square[:, None] - gl.convert_layout(anew(then), column_of)[None, :])
+        share = 1.0 / gl.convert_layout(past, square_row)
         acc = read_keys(acc, gl.where(sees, p * share[:, None], 0.0), keys, left)
         ring.release(item)
         item += 1
@@ -231,13 +241,10 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             keys = ring.get(item)
             p = scores_of(x, keys)
             if modes.DECAY:
-                left_of_key = gl.convert_layout(gl.exp(gl.minimum(own_start - coming, 0.0)), column_of)
+                left_of_key = gl.convert_layout(exp(gl.minimum(own_start - coming, 0.0)), column_of)
                 key = begin - (i + 1) * 64 + lane
                 coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < tiles.T), other=0.0)
-            p = warpgroup_mma_wait(0, deps=(p,))
-            if modes.CENTRED:
-                p = p - m[:, None]
-            p = p * share[:, None]
+            p = warpgroup_mma_wait(0, deps=(p,)) * share[:, None] - (m * share)[:, None]
             if modes.DECAY:
                 p = p * left_of_key[None, :]
             acc = read_keys(acc, p, keys, left)
@@ -246,7 +253,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
 
         if modes.CENTRED:
             mean = gl.convert_layout(m, narrow_row)
-            outer = (off / n0 - mean) / past
+            outer = (off / n0 - mean) / gl.convert_layout(past, narrow_row)
             if modes.DECAY:
                 outer = outer * gl.convert_layout(left_of_past, narrow_row)
             outer_high = gl.convert_layout(outer.to(gl.bfloat16).to(gl.float32), gl.SliceLayout(1, left))
@@ -276,15 +283,17 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
                     ring.skip(item)
                     item += 1
         else:
-            gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
             # the sign at the gate: subtracted from a query that is not scaled, Triton 3.8's assembler takes the
             # products for dead and leaves them out
             size = -gate * unit
+            q = x.load(wide)
             if modes.STEP == PROJECTED:
                 squares = gl.sum(acc * acc, 1) * unit * unit + SMALLEST
-                size = size * gl.sum(x.load(wide).to(gl.float32) * acc, 1) * scale * unit / squares
-                fence_async_shared()
-            clean = x.load(wide).to(gl.float32) * scale[:, None] + acc * size[:, None]
+                size = size * gl.sum(q.to(gl.float32) * acc, 1) * scale * unit / squares
+                if modes.KEEP:  # to hold it beside y would take registers that are not there
+                    fence_async_shared()
+                    q = x.load(wide)
+            clean = q.to(gl.float32) * scale[:, None] + acc * size[:, None]
             x.store(clean.to(gl.bfloat16))
             if modes.KEEP:  # y goes the same way, when q_clean is gone
                 x_ring.send(2 * turn + W, out, n, begin, hq * K)
@@ -389,7 +398,7 @@ def read_queries(acc, x, ring, item, lifts, decays, late, length, fades, modes, 
     if modes.DECAY:
         now = gl.load(decays + late + lane, mask=inside, other=NEVER)
         if not OWN:
-            now = gl.exp(gl.minimum(now - own_end, 0.0))
+            now = exp(gl.minimum(now - own_end, 0.0))
     if modes.CENTRED:
         off_q = gl.load(lift_q + late + lane, mask=inside, other=0.0)
         off_w = gl.load(lift_w + late + lane, mask=inside, other=0.0)
@@ -404,7 +413,7 @@ def read_queries(acc, x, ring, item, lifts, decays, late, length, fades, modes, 
     if modes.DECAY:
         here = gl.convert_layout(now, column_of)
         if OWN:
-            reach = gl.exp(here[None, :] - then[:, None])
+            reach = exp(here[None, :] - then[:, None])
         else:  # what is left of a key after its rows, of that at each query
             reach = of_key[:, None] * here[None, :]
         p_q = p_q * reach
@@ -451,11 +460,11 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
         if modes.DECAY:
             decays = through + h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
             then = gl.load(decays + rows, mask=rows < tiles.T, other=0.0)
-            fade = gl.exp(gl.minimum(gl.load(decays + (chunk_end - 1)) - then, 0.0))
+            fade = exp(gl.minimum(gl.load(decays + (chunk_end - 1)) - then, 0.0))
             acc = acc * fade[:, None]
             then_square = gl.convert_layout(then, gl.SliceLayout(1, square))
             own_end = gl.load(decays + gl.minimum(begin + 63, tiles.T - 1))
-            of_key = gl.exp(gl.minimum(own_end - then_square, 0.0))
+            of_key = exp(gl.minimum(own_end - then_square, 0.0))
         for g in range(G):
             if W == 1:
                 ring.skip(item)
