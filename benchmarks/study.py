@@ -4,6 +4,7 @@
     python benchmarks/study.py --write    # put them into docs/study.md
 
 A run is a folder ROW-seedN with `config.json` (which says what it is of), `log.jsonl`, `provenance.json` and `eval/`.
+Those in `earlier/` are of older code and were run again: they are shown, not counted.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Run:
         return [json.loads(line) for line in read_text(self.path / "log.jsonl").splitlines()]
 
     @property
+    def counts(self) -> bool:
+        """A repeat, or a run of older code, is shown only."""
+        return not self.identity.repeat and self.path.parent == RUNS
+
+    @property
     def commit(self) -> str:
         return self.read("provenance.json")[0]["commit"][:7]
 
@@ -105,18 +111,17 @@ class Run:
 
 
 def runs() -> list[Run]:
-    """All that count and are kept, in the order of the rows."""
-    found = [Run(path) for path in RUNS.glob("*-seed*")]
+    """All, in the order of the rows."""
+    found = [Run(path) for place in (RUNS, RUNS / "earlier") for path in place.glob("*-seed*")]
     place = {name: at for at, name in enumerate(ROWS)}
     order = [
-        (place.get(r.identity.system, len(ROWS)), r.identity.system, r.identity.seed, r.identity.repeat) for r in found
+        (place.get(r.identity.system, len(ROWS)), r.identity.system, r.identity.seed, not r.counts) for r in found
     ]
     return [run for _, run in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
 def by_seed(found: list[Run], system: str, measure: str) -> dict[int, float]:
-    """First runs alone: a repeat is shown, not counted."""
-    mine = [run for run in found if run.identity.system == system and not run.identity.repeat]
+    mine = [run for run in found if run.identity.system == system and run.counts]
     values = {run.identity.seed: run.perplexity() if measure == "perplexity" else run.needles for run in mine}
     return {seed: value for seed, value in sorted(values.items()) if value is not None}
 
@@ -179,7 +184,7 @@ def table(head: str, rows: list[list[str]]) -> str:
 def runs_table(found: list[Run]) -> str:
     rows = [
         [
-            f"`{run.identity.system}`", f"{run.identity.seed}{' (repeat)' if run.identity.repeat else ''}", run.commit,
+            f"`{run.identity.system}`", f"{run.identity.seed}{'' if run.counts else ' (not counted)'}", run.commit,
             f"{run.config['optimizer']['lr']:g}", cell(run.perplexity(500), 1), cell(run.perplexity(), 2),
             cell(run.held_out(4096), 2), cell(run.held_out(16384), 2), cell(run.needles, 1), cell(run.angle, 2, "°"),
         ]

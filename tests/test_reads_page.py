@@ -65,9 +65,9 @@ def decode(backbone, batch):
     return ratio("decode_op", "ms", {"variant": "projected"}, {"variant": "ours"}, B=batch, backbone=backbone)
 
 
-def trained(system, control, value):
+def trained(system, control, value, file="train"):
     """What a system adds to its control, in per cent."""
-    path = ROOT / "benchmarks" / "study" / "cost" / "train_h200.json"
+    path = ROOT / "benchmarks" / "study" / "cost" / f"{file}_h200.json"
     rows = {row["system"]: row for row in json.loads(path.read_text())["rows"]}
     return round(100 * (rows[system][value] / rows[control][value] - 1), 1)
 

@@ -20,6 +20,16 @@ def run(system, seed):
     return STUDY.Run(STUDY.RUNS / f"{system.replace('-', '_')}-seed{seed}")
 
 
+def old(system):
+    """Seed 0 at the older commit."""
+    return STUDY.Run(STUDY.RUNS / "earlier" / f"{system.replace('-', '_')}-seed0")
+
+
+def interval(claim):
+    (verdict,) = [verdict for verdict in STUDY.judge(STUDY.runs()) if verdict.name == claim]
+    return verdict.interval
+
+
 def last(system, seed):
     return run(system, seed).perplexity()
 
@@ -50,7 +60,8 @@ def test_sentences_of_the_page_hold():
 
 @pytest.mark.parametrize("path", sorted(STUDY.RUNS.glob("*-seed*")), ids=lambda path: path.name)
 def test_a_run_is_what_the_plan_says(path):
-    """100M tokens, the rate that its row chose, and the twelve needle settings; its line has its own numbers."""
+    """100M tokens, the rate that its row chose, and the twelve needle settings where it was asked for them; its line has
+    its own numbers."""
     config = json.loads((path / "config.json").read_text())
     identity, recipe = config["identity"], path.name.rpartition("-seed")[0]
     assert identity["tokens"] == pytest.approx(100e6, rel=1e-3)
@@ -61,13 +72,15 @@ def test_a_run_is_what_the_plan_says(path):
         rates[float(tried.name.rpartition(f"{recipe}-")[2])] = [r["valid_loss"] for r in rows if "valid_loss" in r][-1]
     assert sorted(rates) == [1e-3, 2e-3, 4e-3]
     assert config["optimizer"]["lr"] == min(rates, key=rates.get)
-    scores = [score["value"] for score in json.loads((path / "eval" / "niah.json").read_text())["scores"].values()]
-    assert len(scores) == 12
     rows = [json.loads(line) for line in read_text(path / "log.jsonl").splitlines()]
     perplexity = [row["valid_perplexity"] for row in rows if "valid_perplexity" in row][-1]
     (line,) = re.findall(rf"^\| `{identity['system']}` \| {identity['seed']} \| .*$", PAGE, re.MULTILINE)
     assert f"| {perplexity:.2f} |" in line
-    assert f"| {sum(scores) / 12:.1f} |" in line
+    needles = path / "eval" / "niah.json"
+    if needles.exists():
+        scores = [score["value"] for score in json.loads(needles.read_text())["scores"].values()]
+        assert len(scores) == 12
+        assert f"| {sum(scores) / 12:.1f} |" in line
 
 
 def test_verdicts_are_those_of_the_rules(monkeypatch):
