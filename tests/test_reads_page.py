@@ -72,6 +72,11 @@ def trained(system, control, value, file="train"):
     return round(100 * (rows[system][value] / rows[control][value] - 1), 1)
 
 
+def on_cpu(read):
+    rows = json.loads((ROOT / "benchmarks" / "study" / "cost" / "reads_cpu.json").read_text())["rows"]
+    return [round(row["over_scaled"], 2) for row in rows if row["name"] == read]
+
+
 def layer(backbone, variant):
     where = {"T": 4096, "pass": "forward and backward", "backbone": backbone}
     control = {"variant": "unit" if backbone == "gla" else "fla"}
