@@ -2,7 +2,7 @@
 
     python benchmarks/reads_cpu.py            # a minute; writes benchmarks/study/cost/reads_cpu.json
 
-The reads take turns, and the fastest call of each counts: other work on the machine then changes little.
+The reads take turns on one thread, and the fastest call of each counts: other work on the machine then changes little.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ccq
 from ccq.files import write_json
 from ccq.provenance import cpu, provenance
 
-B, T, H, K, REPEATS = 1, 4096, 4, 128, 12
+B, T, H, K, REPEATS = 1, 4096, 4, 128, 20
 READS = {"scaled": ("scaled", False), "projected": ("projected", False), "projected, decayed": ("projected", True)}
 OUT = Path(__file__).parent / "study" / "cost" / "reads_cpu.json"
 
@@ -40,6 +40,7 @@ def passes(step: str, decayed: bool):
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     calls = {(name, which): call for name, how in READS.items() for which, call in passes(*how).items()}
     fastest = dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
