@@ -1,6 +1,7 @@
 """Settings of every test run."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from ccq.ops import choose
 
 # tensors here are small, and two threads that meet a busy machine wait for each other: 0.3 s become 12
 torch.set_num_threads(1)
+
+# a script that starts the tests with `&` has them ignore Ctrl-C; the tests that send it need it heard, also by processes
+# that they start: those inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # derandomized: a failure on one machine is a failure on all; no deadline: the machine may be busy; no explain phase: it
 # takes a minute where an example takes milliseconds

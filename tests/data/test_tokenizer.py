@@ -153,11 +153,14 @@ def test_ctrl_c_is_heard_while_the_merges_are_learned(tmp_path):
         sys.exit(main(["data", "tokenizer", {str(tmp_path / "text.txt")!r}, "--out", {str(tmp_path / "out")!r}]))
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "learning\n"
-    process.send_signal(signal.SIGINT)
-    begun = time.monotonic()
-    _, said = process.communicate(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "learning\n"
+            process.send_signal(signal.SIGINT)
+            begun = time.monotonic()
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()  # what has ended stays as it ended
     assert time.monotonic() - begun < 10  # seconds of a busy machine, where learning takes minutes
     assert (process.returncode, said) == (130, "interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

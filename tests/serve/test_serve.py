@@ -47,14 +47,16 @@ def served(folder):
     """(process, port) of `ccq serve` on the loopback address."""
     command = [sys.executable, "-m", "ccq", "serve", str(folder), "--port", "0", "--context", str(CONTEXT)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CCQ_API_KEY": ""}
-    process = subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, text=True, env=env)
-    said = process.stdout.readline()
-    found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", said)
-    assert found, said
-    yield process, int(found[1])
-    process.terminate()
-    assert process.wait(30) in (0, -15)
-    process.stdout.close()
+    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            said = process.stdout.readline()
+            found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", said)
+            assert found, said
+            yield process, int(found[1])
+            process.terminate()
+            assert process.wait(30) in (0, -15)
+        finally:
+            process.kill()  # what has ended stays as it ended
 
 
 def ask(port, path, body=None, method=None, **headers):
