@@ -3,6 +3,8 @@
 # All set up .venv by themselves from Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
+# where it is set, each of some hundred processes that the tests start would compile PyTorch and transformers anew
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test run docs lint format bench clean
 
