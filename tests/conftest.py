@@ -1,5 +1,6 @@
 """Settings of every test run."""
 
+import importlib.util
 import os
 import signal
 
@@ -10,13 +11,18 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: the kernels run here in Python
 
+import interpreter
+
 from ccq.ops import choose
+
+if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.quicken()
 
 # tensors here are small, and two threads that meet a busy machine wait for each other: 0.3 s become 12
 torch.set_num_threads(1)
 
-# a script that starts the tests with `&` has them ignore Ctrl-C; the tests that send it need it heard, also by processes
-# that they start: those inherit it
+# a script that starts the tests with `&` has them ignore Ctrl-C; the tests that send it need it heard, also by the
+# processes that they start: those inherit it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

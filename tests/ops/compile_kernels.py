@@ -177,14 +177,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # on); each with each would take minutes.
 CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 256, "B": 8}),
-    (operator, {"dtype": BF16, "size": 256, "gated": False, "state": True, "centred": False, "normalize": "none"}),
-    (operator, {"dtype": BF16, "size": 128, "groups": 2, "state": True, "normalize": "stats"}),
+    (operator, {"dtype": BF16, "size": 128, "gated": False, "state": True, "centred": False, "normalize": "none"}),
     (operator, {"dtype": BF16, "size": 256, "packed": True, "state": True}),
     (operator, {"dtype": BF16, "size": 64, "heads": 1, "gated": False, "packed": True, "state": True, "of": "y"}),
     (operator, {"dtype": FP16, "size": 64, "gated": False, "centred": False, "gradients": False}),
     (operator, {"dtype": FP32, "size": 32, "B": 64}),
     (operator, {"dtype": BF16, "size": 256, "B": 8, "of": "projected", "decay": "given"}),
-    (operator, {"dtype": BF16, "size": 128, "gated": False, "of": "projected", "decay": "learned", "state": True}),
+    (operator, {"dtype": BF16, "size": 128, "groups": 2, "gated": False, "of": "projected", "decay": "learned",
+                "state": True, "normalize": "stats"}),
     (operator, {"dtype": BF16, "size": 64, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gla"}),
