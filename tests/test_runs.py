@@ -24,15 +24,14 @@ ARGUMENTS = {  # else DATA OUT
     "study_row.sh": ["ccq_gla", "0", "data", "out"],
     "recall_study.sh": ["out"],
 }
-STUB = """#!{python}
-import json, os, sys
-with open({log!r}, "a") as file:
-    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
-if "python" in sys.argv[0]:
-    print("2e-3")  # the learning rate that a script asks for
-sys.exit("FAILS" in os.environ and " ".join(sys.argv[1:]).startswith(os.environ["FAILS"]))
-"""
 BASH = shutil.which("bash")
+# in bash, which starts at once; a word ends with a unit separator, a call with a record separator
+STUB = r"""#!{bash}
+call=$(printf '%s\037' "${{0##*/}}" "$@")
+printf '%s\036' "$call" >> "{log}"
+case $0 in *python*) echo 2e-3 ;; esac  # the learning rate that a script asks for
+[[ -z ${{FAILS+set}} || "$*" != "$FAILS"* ]]
+"""
 
 
 def commands_of(script, folder, **environment):
@@ -44,11 +43,11 @@ def commands_of(script, folder, **environment):
 
 def run_script(script, folder, stubbed=STUBS, arguments=ARGUMENTS, **environment):
     """How a script ends, and what it calls, in order; FAILS names the call that fails by how it begins."""
-    log = folder / "calls.jsonl"
+    log = folder / "calls"
     stubs = folder / "bin"
     stubs.mkdir()
     for name in stubbed:
-        (stubs / name).write_text(STUB.format(python=sys.executable, log=str(log)))
+        (stubs / name).write_text(STUB.format(bash=BASH, log=log))
         (stubs / name).chmod(0o755)
     if "python3" not in stubbed:
         (stubs / "python3").symlink_to(sys.executable)
@@ -61,7 +60,8 @@ def run_script(script, folder, stubbed=STUBS, arguments=ARGUMENTS, **environment
         env={"PATH": path, "DATA": "DATA", **environment},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    return done, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    calls = log.read_text().split("\036")[:-1] if log.exists() else []
+    return done, [call.split("\037")[:-1] for call in calls]
 
 
 def words_of_ccq(call):

@@ -23,8 +23,10 @@ TRAINED = Identity("ccq-gla", "convolution of 4", "tiny", seed=3, repeat=1, toke
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_preset_can_be_built(system):
     for size in SIZES:
+        config = CCQConfig.preset(f"{system}-{size}")
+        config.num_hidden_layers = min(config.num_hidden_layers, 2)  # the others are like them
         with torch.device("meta"):
-            CCQForCausalLM(CCQConfig.preset(f"{system}-{size}"))
+            CCQForCausalLM(config)
 
 
 def test_what_a_system_names_is_there():

@@ -18,7 +18,7 @@ from ccq import cli
 from ccq.figures import FAMILIES, TONES, lines_of
 from ccq.report import claims, figures
 from ccq.report.collect import collect
-from ccq.report.page import assemble, build, without_unusable
+from ccq.report.page import assemble, build, environment, without_unusable
 from ccq.report.paper import load
 from ccq.report.table import scale_label
 from ccq.systems import SYSTEMS, Identity
@@ -245,7 +245,8 @@ def test_damage_and_unfinished_runs_stand_on_the_page_beside_the_rest(tmp_path):
 
 def test_any_part_of_a_result_may_be_missing(everything, tmp_path, monkeypatch):
     """Files that are JSON, but not what they should be: the page is made, and a file that is left out is named."""
-    monkeypatch.setattr("ccq.report.page.drawn", lambda figure: "")  # lines that cannot be drawn: the tests below
+    # lines that cannot be drawn: the tests below
+    monkeypatch.setitem(environment().filters, "drawn", lambda figure: "")
     files = ["ccq-gla-nano-seed0/niah.json", "ccq-gla-nano-seed0/length.json", "runs/ccq_gla_tiny/config.json",
              *(f"analysis/{name}.json" for name in ("alignment_smollm", "gate_x", "intervene")),
              "mqar_seeds.json",
