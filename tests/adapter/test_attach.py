@@ -12,7 +12,7 @@ from tiny_models import closed, in_plain_torch, make, module_of, opened, tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
 
 import ccq
-from ccq.adapter import AttachError, attached
+from ccq.adapter import AttachError, attached, layers
 from ccq.cli import main
 
 IDS = tokens(2, 20)
@@ -339,3 +339,35 @@ def test_through_the_kernels_of_fla(model):
     assert (got.float() - whole[:, 150:]).abs().mean() < 0.02 * whole.abs().mean()
     alone = copy.deepcopy(model).float().cpu()(ids.cpu(), use_cache=False).logits
     assert (whole.cpu() - alone).abs().mean() < 0.02 * alone.abs().mean()
+
+
+@torch.no_grad()
+def test_the_covariance_beside_mamba2_decays_by_its_bounded_time_steps(monkeypatch):
+    model = ccq.attach(make("mamba2", time_step_limit=(0.02, 0.03)), covariance_decay="backbone")
+    decays, clean = [], layers.Call.clean
+
+    def noted(call, raw, q, k, g, *rest):
+        decays.append(g)
+        return clean(call, raw, q, k, g, *rest)
+
+    monkeypatch.setattr(layers.Call, "clean", noted)
+    model(IDS, use_cache=False)
+    for g, layer in zip(decays, attached(model).values(), strict=True):
+        time = g / -layer.A_log.exp()
+        assert (time.min().item(), time.max().item()) == pytest.approx((0.02, 0.03))  # of some tokens it is between
+
+
+@torch.no_grad()
+def test_the_last_columns_of_a_mask_are_those_of_a_call(model, monkeypatch):
+    """transformers cuts the mask of all tokens itself; versions that do not hand it to a layer as it is."""
+    module = module_of(opened(ccq.attach(model)))
+    theirs = module.apply_mask_to_padding_states
+    monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda x, mask: theirs(x, mask[:, -x.shape[1] :]))
+    layer = attached(model)[0]
+    x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]])  # 5 came before
+    of_all, of_call, of_first = (layer(x, attention_mask=part) for part in (mask, mask[:, 5:], mask[:, :7]))
+    assert torch.equal(of_all, of_call)
+    assert not torch.allclose(of_first, of_call, atol=1e-5)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        layer(x, attention_mask=mask[:, :4])  # of fewer tokens than there are

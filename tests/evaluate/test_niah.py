@@ -72,6 +72,31 @@ def test_sizing_of_ruler_is_one_size_and_whole_steps_below_it(data, tokenizer, t
     assert min(full) - 1 <= sizer.start <= max(full) + 1  # near a border that each needle puts elsewhere
 
 
+@pytest.mark.parametrize(
+    ("tokens", "start"),
+    [
+        (lambda first, size: 96 + 20 * size, 40),  # with 896 tokens of room
+        (lambda first, size: 97 + 20 * size, 39),
+        (lambda first, size: 20, 768),  # all fit: three times the 1024 / (20 / 5) that one step's tokens suggest
+        (lambda first, size: 2000 if first else 20, 10),  # less than two steps are suggested: it looks at two
+        (lambda first, size: 2000, 5),  # none fits: one step, and `sample` says so
+    ],
+)
+def test_the_bisection_of_ruler_looks_from_one_step_to_three_times_what_its_tokens_suggest(tokens, start):
+    asked = []
+
+    def counted(needle, size):
+        asked.append((needle, size))
+        assert len(asked) <= 11, "no bisection"
+        return tokens(needle == "size 0", size)
+
+    sizer = object.__new__(niah.Sizer)
+    sizer.length, sizer.room, sizer.step, sizer.drawn, sizer.tokens = 1024, 896, 5, lambda name: name, counted
+    assert sizer._start_of_ruler() == start
+    assert [needle for needle, _ in asked] == [f"size {i}" for i in range(len(asked))]  # each with its own
+    assert asked[0][1] == min(size for _, size in asked) == 5
+
+
 def test_sizing_of_ruler_refuses_a_length_that_one_step_exceeds(data, tokenizer):
     haystack = niah.Haystack("essay", data)
     sizer = niah.Sizer(
