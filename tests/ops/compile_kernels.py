@@ -17,7 +17,10 @@ import importlib
 import itertools
 import json
 import re
+import struct
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +30,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia import hopper as descriptors
 from triton.runtime import driver
@@ -84,6 +88,28 @@ def mock(x):
 def message(error: BaseException | None) -> str:
     """What Triton says; where an inlined function is refused, that is the cause of what its caller says."""
     return "" if error is None else f"{type(error).__name__}: {error}\n{message(error.__cause__)}"
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of an ELF file of one kernel: its section .text.NAME."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    names = sections[of_names][4]
+    (code,) = (cubin[at : at + n] for name, _, _, _, at, n in sections if cubin.startswith(b".text.", names + name))
+    return code
+
+
+def machine_products(codes: list[bytes]) -> list[int]:
+    """How many products of wgmma each has. The disassembler takes long to start, so it gets them as one."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "--binary", "SM90", file.name]
+        lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    places = [int(at, 16) for at in re.findall(r"/\*(\w+)\*/.* HGMMA\.64x\d+x\d+\.F32", lines)]
+    ends = list(itertools.accumulate(map(len, codes), initial=0))
+    return [sum(begin <= at < end for at in places) for begin, end in itertools.pairwise(ends)]
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -231,6 +257,7 @@ HOPPER: list[tuple[Callable, dict[str, Any]]] = [
 
 def main() -> None:
     case, launches, compile_and_launch = "", [], JITFunction.run
+    codes: list[bytes] = []  # of the launches with products
 
     def run(self: JITFunction, *args, grid, warmup, **options) -> None:
         print(f"{name(self)} in {case}", file=sys.stderr, flush=True)
@@ -242,7 +269,7 @@ def main() -> None:
             launch["shared"] = kernel.metadata.shared
             launch["products"] = kernel.asm["ptx"].count("wgmma.mma_async")
             if launch["products"]:
-                launch["machine_products"] = len(re.findall(r"HGMMA\.64x\d+x\d+\.F32", kernel.asm["sass"]))
+                codes.append(machine_code(kernel.asm["cubin"]))
         except Exception as error:  # the next ones may have something to say too
             launch["error"] = message(error)
 
@@ -262,6 +289,8 @@ def main() -> None:
         for function, options in {"--hopper": HOPPER, "--rare": RARE}.get(sys.argv[-1], CASES):
             case = f"{function.__name__}({', '.join(f'{key}={x}' for key, x in options.items())})"
             function(**options)
+    for told, count in zip([x for x in launches if x.get("products")], machine_products(codes), strict=True):
+        told["machine_products"] = count
     json.dump({"kernels": sorted(map(name, package_kernels())), "launches": launches}, sys.stdout)
 
 
