@@ -30,9 +30,10 @@ every = pytest.mark.parametrize("name", ALL)
 @every
 def test_steps_continue_a_prefill(name):
     """Whatever part of the tokens was seen at once; 64 is a chunk."""
-    mixer, x = build(ALL[name]), tokens(2, 70)
-    whole, final = mixer(x, Sequences(2), output_state=True)
-    for split in (0, 1, 2, 64, 69):
+    mixer = build(ALL[name])
+    for length, split in ((70, 0), (9, 1), (9, 2), (70, 64), (70, 69)):
+        x = tokens(2, length)
+        whole, final = mixer(x, Sequences(2), output_state=True)
         state = mixer.new_state(2, None, torch.float64)
         parts = []
         if split:

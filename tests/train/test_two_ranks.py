@@ -28,7 +28,7 @@ from ccq.train.world import join
 pytestmark = pytest.mark.xdist_group("two ranks")  # in one process: what they share takes half a minute
 
 SYSTEMS = ("gla", "ccq-gla", "gated-deltanet", "ccq-gated-deltanet")
-STEPS = 20
+STEPS = 10
 RESUME = {name: {"system": "ccq-gated-deltanet", "steps": 12, "dtype": name} for name in ("fp64", "fp32")}
 STOPS = (4, 9)  # one rank stops at the first of them, two go on to the second, one finishes
 
@@ -48,8 +48,8 @@ class Uneven:
         return batch._replace(labels=labels)
 
 
-def twenty_steps(config, world, accumulate=1, steps=STEPS, change=None):
-    """(Or fewer.) Losses, gradient norms, scored tokens of this rank at each step, and the gradients of the first."""
+def some_steps(config, world, accumulate=1, steps=STEPS, change=None):
+    """Losses, gradient norms, scored tokens of this rank at each step, and the gradients of the first."""
     trainer = Trainer(config, world)
     if change is not None:
         change(trainer)
@@ -120,11 +120,11 @@ def of_two(out, runs):
     with join("cpu", timeout=300) as world:
         results = {}
         for name, config, steps in cases():
-            results[name] = twenty_steps(config, world, 2, steps)
-        results["wrong"] = twenty_steps(small("gla", dtype="fp64"), world, 2, steps=1, change=wrong_scale)
+            results[name] = some_steps(config, world, 2, steps)
+        results["wrong"] = some_steps(small("gla", dtype="fp64"), world, 2, steps=1, change=wrong_scale)
         results["sharded"] = shapes(world)
         results["init"] = {source.name: filled(source, world) for source in (out / "model", runs[0])}
-        results["bf16"] = twenty_steps(small("ccq-gla", dtype="bf16"), world, steps=1)
+        results["bf16"] = some_steps(small("ccq-gla", dtype="bf16"), world, steps=1)
         results["codes"] = [
             watched(run, STOPS[1] if world.rank == 1 else None) for run in runs
         ]  # one is told, both stop
@@ -196,8 +196,8 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone():
     with join("cpu") as world:
-        results = {name: twenty_steps(config, world, steps=steps) for name, config, steps in cases()}
-        return {**results, "still": twenty_steps(small("gla", lr=0.0), world)}
+        results = {name: some_steps(config, world, steps=steps) for name, config, steps in cases()}
+        return {**results, "still": some_steps(small("gla", lr=0.0), world)}
 
 
 def test_ranks_score_different_numbers_of_tokens(pair):
