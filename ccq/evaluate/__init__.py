@@ -120,7 +120,7 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
         return
     if len(todo) < len(each):
         print(f"{asked.suite}: resumed, {len(each) - len(todo)} of {len(each)} answered before")
-    engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
+    engine = Engine(model, batch_size=options.batch_size)
     longest, context = asked.longest() - 1, getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and longest > context and not engine.recurrent:
         told = f"the longest request has {longest} tokens, and the config of {type(model).__name__} names {context}"
@@ -140,13 +140,12 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
         finally:  # interrupted or failed: what was answered stays
             if waiting:
                 responses.add(waiting)
-    if engine.shared.contexts or engine.shared.used:
-        responses.add([{"key": "shared_prefill", **vars(engine.shared)}])
 
 
 def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
     """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
-    left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
+    known = {asked.key(request) for request in asked.requests} | {"shared_prefill"}  # that stands in older files
+    left = responses.answers.keys() - known
     if done and (left or not responses.answers):  # without answers nobody knows what it asked
         differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
         differ = differ or ["another model"]
@@ -211,8 +210,6 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
     if options.stage == "metrics":  # the origin above is that of the last stage: these say what was asked, and of whom
         stages = {"requests": asked.origin, "score": identity.get("origin")}
         result["stages"] = {stage: origin for stage, origin in stages.items() if origin}
-    if shared := responses.answers.get("shared_prefill"):
-        result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}
     results.write_rows(options.out / f"{its.name}.jsonl", rows)
     write_json(options.out / f"{its.name}.json", result)
     print(table(result))

@@ -93,7 +93,7 @@ def readers() -> dict[Option, list[str]]:
 
 
 COMMON = {  # what every suite reads, and what decides how it is run
-    "data": None, "tasks": None, "limit": None, "batch_size": None, "prefill": "auto", "stage": "all", "again": False,
+    "data": None, "tasks": None, "limit": None, "batch_size": None, "stage": "all", "again": False,
 }  # fmt: skip
 
 

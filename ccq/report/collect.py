@@ -36,7 +36,6 @@ BENCHES = {
     "prefill": {"system", "wall_ms", "T"},
     "decode": {"system", "step_ms", "generate_tok_s"},
     "train": {"system", "tokens_per_second", "peak_gib"},
-    "eval": {"system", "suite", "samples_per_second"},
 }
 # ... or what it has itself
 GOALS = {"operator-cpu": {"timings", "goals", "versions"}, "data-prepare": {"measurements", "goals", "versions"}}

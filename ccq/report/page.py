@@ -34,7 +34,7 @@ FOOT = (
 )
 # what has `tables` of its own, beside the code whose results they show
 OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
-          *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op", "eval")))  # fmt: skip
+          *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op")))  # fmt: skip
 SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_RUN: "·"}  # beside the colour of a verdict
 
 
