@@ -15,7 +15,6 @@ KINDS = {
     "prefill": "prompts through whole models, beside the paper's milliseconds",
     "decode": "one token at a time through whole models, captured, generated and plain, beside the paper's tokens/s",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
-    "profile": "where the time of a training step, a prefill and a decode step goes, by class of kernel",
 }
 
 

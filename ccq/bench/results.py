@@ -6,7 +6,6 @@ CUDA graphs are timed for the kernels' own time, wall clock for what a user wait
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +18,11 @@ from ccq.files import replaceable, write_json
 from ccq.names import nearest, slug
 from ccq.provenance import provenance
 from ccq.systems import SYSTEMS, compared
-from ccq.tables import LiveTable
 
 COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
+WIDTH = 14  # of a column on the screen: a time and its ratio
 WARM = (False, "only compile and tune, write nothing")
 NOTE = (None, "kept in the result file, e.g. how fla was tuned")
 SHIPPED = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[2] / "benchmarks" / "results"
@@ -49,13 +48,15 @@ def run(
 ) -> int:
     """Show rows as they are `measured`, each beside the one that has the values of `control`, and write them."""
     rows: list[dict] = []
-    with contextlib.ExitStack() as stack:
-        for row in measured:
-            if not rows:
-                table = stack.enter_context(LiveTable(title, *row))
-            rows.append(row)
-            base = row_of(rows, **control(row)) or row
-            table.add(*(shown(value, base[name]) for name, value in row.items()))
+    print(title)
+    for row in measured:
+        width = {name: max(len(name), WIDTH) for name in row}
+        if not rows:
+            print("  ".join(name.ljust(width[name]) for name in row).rstrip())
+        rows.append(row)
+        base = row_of(rows, **control(row)) or row
+        cells = (shown(value, base[name]).ljust(width[name]) for name, value in row.items())
+        print("  ".join(cells).rstrip(), flush=True)  # so that what is cut short leaves its rows
     if not getattr(args, "warm", False):
         write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
     return 0
