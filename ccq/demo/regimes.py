@@ -17,6 +17,7 @@ R regimes, T stored keys, L values of lam, K key size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,8 +184,9 @@ def show(results: dict[str, Result], backend: str) -> None:
             console.print(f"Not with {other.name!r}: {other.why}.")
 
 
-def write(out: Path, seed: int) -> None:
-    """OUT/scores.json, .png and .svg, and the table on the screen."""
+def main(argv: Sequence[str]) -> int:
+    """Given OUT and a seed: OUT/scores.json, .png and .svg, and the table on the screen."""
+    out, seed = Path(argv[0]), int(argv[1])
     backend = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
     memory = make_memory(seed)
     results = {step: clean(memory, step) for step in STEPS}
@@ -192,3 +194,4 @@ def write(out: Path, seed: int) -> None:
     draw(results, out)
     write_json(out / "scores.json", as_dict(results, seed, backend))
     show(results, backend)
+    return 0

@@ -265,13 +265,13 @@ def test_an_interruption_that_a_library_swallows_stops_it_after_the_step(tmp_pat
     monkeypatch.setenv("CCQ_SHIPPED", str(tmp_path / "none"))
     handler = signal.getsignal(signal.SIGINT)
 
-    def swallow(settings, out, device):
+    def swallow(step, out, device):
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)  # the signal is handled here
-        out.mkdir()
+        (out / step.folder).mkdir()
 
-    monkeypatch.setattr(demo, "three_regimes", swallow)
+    monkeypatch.setattr(demo, "make", swallow)
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
         demo.run(small(tmp_path / "laptop", systems=("gla",)))
     assert not (tmp_path / "laptop/gla_tiny").exists()
@@ -283,7 +283,7 @@ def test_stopped_before_a_step_of_other_settings_begins_it_goes_on(first, ships,
     out = tmp_path / "laptop"
     shutil.copytree(first[0], out)
     with monkeypatch.context() as patch:
-        patch.setattr(demo, "recall", interrupt)
+        patch.setattr(demo, "make", interrupt)
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
             demo.run(small(out, steps=5, systems=("gla",)))
     told(small(out, steps=5, systems=("gla",)))

@@ -66,7 +66,7 @@ def run(tmp_path_factory):
     """One run, its folder and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "not" / "there"
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        demo.write(folder, 3)
+        assert demo.main([str(folder), "3"]) == 0
     return folder, text.getvalue()
 
 
