@@ -12,8 +12,8 @@ KINDS = {
     "op": "the cleaning alone, against the same composed from fla's ops and against the floor",
     "layer": "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table",
     "decode-op": "one token of a layer's state update and read, with and without cleaning, beside the bytes' floor",
-    "prefill": "prompts through whole models, beside the paper's milliseconds",
-    "decode": "one token at a time through whole models, captured, generated and plain, beside the paper's tokens/s",
+    "prefill": "prompts through whole models",
+    "decode": "one token at a time through whole models, captured, generated and plain",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
 }
 

@@ -23,7 +23,6 @@ COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
 WIDTH = 14  # of a column on the screen: a time and its ratio
-WARM = (False, "only compile and tune, write nothing")
 NOTE = (None, "kept in the result file, e.g. how fla was tuned")
 SHIPPED = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -57,8 +56,7 @@ def run(
         base = row_of(rows, **control(row)) or row
         cells = (shown(value, base[name]).ljust(width[name]) for name, value in row.items())
         print("  ".join(cells).rstrip(), flush=True)  # so that what is cut short leaves its rows
-    if not getattr(args, "warm", False):
-        write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
+    write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
     return 0
 
 
@@ -69,8 +67,6 @@ def shown(value: Any, base: Any) -> str:
     ('1.500 (1.250×)', '4,096', '-')
     """
     value, base = (x.get("median") if isinstance(x, dict) else x for x in (value, base))
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
     if not isinstance(value, int | float):
         return value if isinstance(value, str) else "-"
     text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if value < 1e4 else f"{value:.3g}"
@@ -92,24 +88,19 @@ def write(args: argparse.Namespace, content: dict) -> None:
 
 def model_parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
     """The options that benchmarks of whole models share, and others."""
-    parser = make_parser(kind, about, size="1.3b", batch=8, warm=WARM, note=NOTE, **options)
+    parser = make_parser(kind, about, size="1.3b", batch=8, note=NOTE, **options)
     parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
     return parser
 
 
 def run_models(args: argparse.Namespace, title: str, measure: Callable[..., dict]) -> int:
-    """Benchmark every system: `measure(system, model, args)` gives its row, which is compared with the backbone's.
-
-    With --warm it is asked to compile, and what it gives is dropped.
-    """
+    """Benchmark every system: `measure(model, args)` gives its row, which is compared with the backbone's."""
 
     def rows() -> Iterator[dict]:
         for system in args.systems:
             row = {"system": system, "size": args.size, "B": args.batch, "dtype": "bfloat16"}
-            row |= measure(system, random_model(system, args.size), args)
+            yield row | measure(random_model(system, args.size), args)
             torch.cuda.empty_cache()
-            if not args.warm:
-                yield row
 
     return run(args, title, rows(), lambda row: {"system": SYSTEMS[row["system"]].family})
 

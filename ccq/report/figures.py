@@ -161,8 +161,8 @@ def cost(found: Collection) -> Figure | None:
             added, ends = math.nan, []
             if measured := measure.measured(found, system):
                 added = measure.added(measure.value(measured[0]) / measure.value(measured[1]))
-                if measure.range is not None:
-                    one, two = (measure.range(row) for row in measured[:2])
+                if measure.timed:
+                    one, two = (row[measure.timed] for row in measured[:2])
                     ends = [100 * (one[a] / two[b] - 1) for a, b in (("low", "high"), ("high", "low"))]
             ours.append(added)
             ranges.append((added - min([added, *ends]), max([added, *ends]) - added))
