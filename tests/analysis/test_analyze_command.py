@@ -96,7 +96,7 @@ def test_a_model_with_no_key_projection_is_refused_by_name(tmp_path, tokenizer, 
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=512)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.delitem(capture.FUSED, "c_attn")
+    monkeypatch.delitem(capture.FUSED, "gpt2")
     small = ["--variants", "3", "--sentences", "6", "--out", str(tmp_path)]
     assert cli.main(["analyze", "alignment", str(tmp_path / "model"), *small]) == 1
     error = capsys.readouterr().err
