@@ -84,7 +84,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         and done["samples"]["hash"] == asked.hash()
         and done["limit"] == asked.settings["limit"]
         and done["model"]["hash"] == identity["model_hash"]
-        and done["model"].get("lam", identity["lam"]) == identity["lam"]
+        and done["model"]["lam"] == identity["lam"]
     ):
         print(f"{suite}: finished already, {result_path}; --again runs it again")
         return done
@@ -144,8 +144,7 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
 
 def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
     """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
-    known = {asked.key(request) for request in asked.requests} | {"shared_prefill"}  # that stands in older files
-    left = responses.answers.keys() - known
+    left = responses.answers.keys() - {asked.key(request) for request in asked.requests}
     if done and (left or not responses.answers):  # without answers nobody knows what it asked
         differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
         differ = differ or ["another model"]

@@ -9,7 +9,6 @@ What a result is of stands in its `identity`. What is damaged or unfinished is n
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -176,7 +175,7 @@ def hardware_of(origin: dict[str, Any]) -> str:
 @dataclass
 class Collection:
     sources: list[Source] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # damaged, or without identity
+    problems: list[str] = field(default_factory=list)  # damaged
     unfinished: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # JSON that is nothing we know
     told: list[str] = field(default_factory=list)  # by whoever asks for the page
@@ -306,13 +305,11 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
     if {"suite", "scores", "samples"} <= content.keys():
         if not isinstance(content["suite"], str):
             raise TypeError(f"suite: expected a name, got {content['suite']!r}")
-        if not content.get("finished", True):
-            found.unfinished.append(f"{content['suite']} of {file.parent.name} is not finished.")
         stages = content.get("stages") or {}
         origins = [stages["score"]] if "score" in stages else []
-        return Source("eval", content["suite"], file, content, identity_of(file, content, found), origins=origins)
+        return Source("eval", content["suite"], file, content, Identity(**content["identity"]), origins=origins)
     if content.get("kind") in ANALYSES:
-        return Source("analysis", content["kind"], file, content, identity_of(file, content, found))
+        return Source("analysis", content["kind"], file, content, Identity(**content["identity"]))
     if content.get("kind") in ("mqar_sweep", "mad_sweep"):
         if missing := len(content["missing"]):
             found.unfinished.append(f"{file.name}: {missing} run{' is' if missing == 1 else 's are'} missing.")
@@ -325,23 +322,8 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
     return Source("bench", kinds[0], file, content) if kinds else None
 
 
-def identity_of(file: Path, content: dict, found: Collection) -> Identity:
-    """What the file says that it is of; of an older one the name of its model, which it shares with no other file."""
-    if content.get("identity") is not None:
-        return Identity(**content["identity"])
-    if "optimizer" in content:  # a run: its options tell
-        from ccq.train import RunError
-        from ccq.train.config import read
-
-        with contextlib.suppress(RunError):
-            return read(file).identity
-    short = "/".join(file.parts[-2:])
-    found.problems.append(f"{short} carries no identity (an older version made it): it is grouped with nothing.")
-    return Identity(f"{content['model'].get('name', file.parent.name)} ({short})")
-
-
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
-    source = Source("run", "", folder, config, identity_of(folder / "config.json", config, found))
+    source = Source("run", "", folder, config, Identity(**config["identity"]))
     told = folder / "provenance.json"
     try:
         source.origins = list(map(dict, json.loads(told.read_text()))) if told.exists() else []
