@@ -8,7 +8,6 @@ import textwrap
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers,
 from ccq.files import finite, write_json
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
-from ccq.systems import Identity
 
 __all__ = ["ContextWarning", "EvaluationError", "Options", "Suite", "evaluate", "suites"]
 
@@ -69,32 +67,20 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
         responses = Responses(answers_path, {})
         check_replaced(done, asked, responses, options.out)
-        return finish(its, asked, responses, options, tokenizer, name)
+        return finish(its, asked, responses, options, tokenizer)
     check_fits(model, asked)
     if options.again:  # only now: what is finished stays where the new run cannot begin
         answers_path.unlink(missing_ok=True)
         result_path.unlink(missing_ok=True)
-    identity: dict[str, Any] = {
-        "model_hash": results.model_hash(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "lam": results.lam_changed(model),
-    }
+    identity = results.describe(model, name)
     if (
         done
         and done["samples"]["hash"] == asked.hash()
         and done["limit"] == asked.settings["limit"]
-        and done["model"]["hash"] == identity["model_hash"]
-        and done["model"]["lam"] == identity["lam"]
+        and all(done["model"][what] == identity["model"][what] for what in ("hash", "lam"))
     ):
         print(f"{suite}: finished already, {result_path}; --again runs it again")
         return done
-    size = sum(p.numel() for p in model.parameters())
-    identity |= {
-        "model": name,
-        "class": type(model).__name__,
-        "parameters": size,
-        "of": results.identity_of(model, name),
-    }
     if stage == "score":
         identity["origin"] = provenance()
     responses = Responses(answers_path, identity)
@@ -105,7 +91,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     if stage == "score":
         print(f"Wrote {answers_path}")
         return None
-    return finish(its, asked, responses, options, tokenizer, name)
+    return finish(its, asked, responses, options, tokenizer)
 
 
 def ask(model, asked: RequestSet, responses: Responses, options: Options) -> None:
@@ -174,7 +160,7 @@ def check_fits(model, asked: RequestSet) -> None:
         )
 
 
-def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name) -> dict:
+def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options, tokenizer) -> dict:
     """Score the answers, and write OUT/SUITE.json and OUT/SUITE.jsonl."""
     keys = [asked.key(request) for request in asked.requests]
     missing = sum(key not in responses.answers for key in keys)
@@ -186,13 +172,10 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
     for row in rows:
         if "prompt_hash" not in row:
             row["prompt_hash"] = by_id.get(row["id"]) or by_id[row["id"].rpartition("/")[0]]
-    identity = {"model": name} | responses.identity
     seconds = sum(responses.answers[key]["seconds"] for key in dict.fromkeys(keys))
-    model = {"name": identity["model"], "hash": identity.get("model_hash")}
-    model |= {what: identity.get(what) for what in ("dtype", "class", "parameters", "lam")}
     result = {
         "suite": its.name,
-        "identity": identity.get("of") or asdict(Identity(identity["model"])),
+        "identity": responses.identity["of"],
         "finished": True,
         "limit": asked.settings["limit"],
         "quick_look": asked.settings["limit"] is not None,
@@ -200,14 +183,14 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},
         "notes": asked.notes,
-        "model": model,
+        "model": responses.identity["model"],
         "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
         "seconds": seconds,
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
         **provenance(),
     }
     if options.stage == "metrics":  # the origin above is that of the last stage: these say what was asked, and of whom
-        stages = {"requests": asked.origin, "score": identity.get("origin")}
+        stages = {"requests": asked.origin, "score": responses.identity.get("origin")}
         result["stages"] = {stage: origin for stage, origin in stages.items() if origin}
     results.write_rows(options.out / f"{its.name}.jsonl", rows)
     write_json(options.out / f"{its.name}.json", result)

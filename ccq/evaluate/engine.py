@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ccq.evaluate.requests import Request, RequestSet
-from ccq.evaluate.statistics import grouped
+from ccq.names import grouped
 
 GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
 LOGITS = 2**26  # elements of the largest block of logits: 256 MB in fp32
@@ -59,7 +59,8 @@ class Engine:
             argmax     tokens: [int] a position
         """
         requests = asked.requests if requests is None else requests
-        by_kind = {"score": [], "generate": [], "argmax": []} | grouped(requests, lambda request: request.kind)
+        by_kind: dict[str, list[Request]] = {"score": [], "generate": [], "argmax": []}
+        by_kind |= grouped(requests, lambda request: request.kind)
         assert len(by_kind) == 3, "a request of unknown kind"
         for batch in self.batches(by_kind["score"], chunk=self.chunk if self.recurrent else sys.maxsize):
             yield from self._timed(self._score, asked, batch)

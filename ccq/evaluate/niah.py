@@ -31,8 +31,9 @@ from ccq.data.needles import is_training_key, is_training_value, words
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.results import tokenizer_hash, write_rows
-from ccq.evaluate.statistics import grouped, summary
+from ccq.evaluate.statistics import by_group, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
+from ccq.names import grouped
 from ccq.shipped import book
 
 TASKS = {  # name: (haystack, values)
@@ -376,7 +377,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         score = match(output, request.meta["answer"])
         rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
     scores = {}
-    for group, mine in grouped(rows).items():
+    for group, mine in by_group(rows).items():
         tenths = sorted(grouped(mine, lambda row: min(9, int(row["depth"] // 10))).items())
         by_depth = {f"{10 * at}-{10 * at + 10}%": summary(some) for at, some in tenths}
         scores[group] = {**summary(mine), "by_depth": by_depth}

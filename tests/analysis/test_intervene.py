@@ -181,38 +181,6 @@ def test_answers_of_a_changed_model_are_not_taken_for_its_own(tmp_path):
     assert ask("a")["scores"] == json.loads(json.dumps(plain["scores"]))
 
 
-def test_results_of_a_version_that_did_not_tell_lam_are_finished_too(tmp_path, capsys):
-    make(vocab_size=8192).save_pretrained(tmp_path / "model")
-    out = tmp_path / "out"
-    arguments = [
-        str(tmp_path / "model"),
-        "--suite",
-        "mqar",
-        "--lengths",
-        "64",
-        "--limit",
-        "6",
-        "--out",
-        str(out),
-        "--off",
-    ]
-    assert main(arguments) == 0
-    before = json.loads((out / "intervene.json").read_text())["rows"]
-    for name in ("none", "off"):
-        result = json.loads((out / name / "mqar.json").read_text())
-        del result["model"]["lam"]
-        (out / name / "mqar.json").write_text(json.dumps(result))
-        answers = out / name / "responses" / "mqar.jsonl"
-        first, *rest = answers.read_text().splitlines(keepends=True)
-        identity = json.loads(first)
-        del identity["identity"]["lam"]
-        answers.write_text("".join([json.dumps(identity) + "\n", *rest]))
-    capsys.readouterr()
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.count("finished already") == 2
-    assert json.loads((out / "intervene.json").read_text())["rows"] == before
-
-
 def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, capsys):
     arguments = ["ccq-gla-pico", "--suite", "niah", "--tasks", "niah_single_1", "--lengths", "256", "--limit", "1"]
     arguments += ["--sizing", "full", "--answer-tokens", "2", "--device", "cpu", "--out", str(tmp_path), "--off"]
