@@ -70,17 +70,18 @@ class Step:
     commands: tuple[str, ...] = ()  # of `ccq`, with {out} and {device}
     weights: str | None = None
 
-    def entry(self, finished: bool) -> dict[str, Any]:
-        """What OUT/demo.json says of it."""
-        return {"commands": list(self.commands), "weights": self.weights, "finished": finished}
+    @property
+    def decides(self) -> list:
+        """What OUT/demo.json says of it once it is finished."""
+        return [*self.commands, self.weights]
 
     def finished(self, out: Path, record: dict[str, Any]) -> bool:
         there = (out / self.folder).is_dir() and damaged(out / self.folder) is None
-        return there and record.get(self.folder) == self.entry(True)
+        return there and record.get(self.folder) == self.decides
 
 
 def read_record(out: Path) -> dict[str, Any]:
-    """{folder: the `entry` of its step} of OUT/demo.json."""
+    """{folder: what decided it} of the steps that are finished, from OUT/demo.json."""
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return dict(read(out / STATE)["steps"])
     return {}
@@ -205,7 +206,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
     with folder.locked(out), interruptions() as got:
         record = read_record(out)
         if fresh:
-            for name in [*record, "report", STATE, LOG]:  # what this wrote, and nothing else
+            for name in {*record, *(step.folder for step in steps), "report", STATE, LOG}:  # this wrote, no other
                 remove(out / name)
             record = {}
         device = settings.device or best_device()
@@ -222,13 +223,11 @@ def run(settings: Settings, fresh: bool = False) -> int:
             say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
             if wrong := damaged(out / step.folder):
                 say(f"{wrong} is damaged: this part is made anew")
-            as_now = record.get(step.folder) in (None, step.entry(False), step.entry(True))
-            if wrong or not as_now:  # begun with other settings, or by an older version
-                remove(out / step.folder)  # before the record says that what lies there is this step's
-            record[step.folder] = step.entry(finished=False)
-            write_json(out / STATE, {"steps": record})
+            if record.pop(step.folder, step.decides) != step.decides or wrong:  # made with other settings
+                remove(out / step.folder)
+                write_json(out / STATE, {"steps": record})
             make(step, out, device)
-            record[step.folder] = step.entry(finished=True)
+            record[step.folder] = step.decides
             write_json(out / STATE, {"steps": record})
             if got:
                 raise KeyboardInterrupt
