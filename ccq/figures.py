@@ -95,9 +95,6 @@ def lines_of(rows: Iterable[Identity]) -> Lines:
     return lines
 
 
-# -- how a figure is written -------------------------------------------------------------------------------------------
-
-
 def draw(panel: Panel, axes: Any) -> None:
     panel.draw(axes)
     axes.set_title(textwrap.fill(panel.title, 44))
@@ -159,8 +156,6 @@ def save(figure: Figure, path: Path) -> Path:
         canvas.savefig(path, dpi=160, metadata={"Software": None})
     return path
 
-
-# -- what `ccq analyze` found ------------------------------------------------------------------------------------------
 
 TOP = "16"  # of the numbers of top directions: the paper's
 GAPS, POOLED = ("unique", "needle", "planted", "near", "rare"), ("distractor", "unique", "planted")

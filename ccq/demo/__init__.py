@@ -190,9 +190,6 @@ def interruptions() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
 def run(settings: Settings, fresh: bool = False) -> int:
     """Make what is not finished, then the page and the tables."""
     from rich.console import Console

@@ -214,9 +214,6 @@ def table(result: dict) -> str:
     return "\n".join([*lines, *(f"  note: {note}" for note in result["notes"])])
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ccq eval",

@@ -155,8 +155,6 @@ class Engine:
             picked = states[rows[at].to(states.device), columns[at].to(states.device)]
             yield (picked if self.head is None else self.head(picked)).float(), at
 
-    # the other two kinds
-
     def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         states, _ = self.states(self.padded([ids_of(asked, request) for request in batch]))
         counts = [len(request.positions) for request in batch]

@@ -111,9 +111,6 @@ class Options(SimpleNamespace):
         return Options(**(vars(self) | changes))
 
 
-# -- what options are made of ------------------------------------------------------------------------------------------
-
-
 def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         values = tuple(int(part.replace("_", "")) for part in text.split(","))

@@ -38,9 +38,6 @@ def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figu
     return {figure.name: figure for figure in made if figure is not None and figure.panels}
 
 
-# -- one a question ----------------------------------------------------------------------------------------------------
-
-
 def dots(axes: Any, points: Sequence[tuple[Identity, Estimate]], xlabel: str) -> None:
     """A row a system: its value, and the interval."""
     for y, (row, estimate) in enumerate(reversed(points)):
@@ -189,9 +186,6 @@ def cost(found: Collection) -> Figure | None:
         "repetitions would give."
     )
     return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(labels) + 1.0))
-
-
-# -- what stands behind ------------------------------------------------------------------------------------------------
 
 
 def course(source: Source) -> dict[str, tuple[list, list]]:

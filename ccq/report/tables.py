@@ -136,9 +136,6 @@ def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list
     return list(made.values())
 
 
-# -- how each was trained ----------------------------------------------------------------------------------------------
-
-
 def trained(found: Collection) -> dict[tuple[Identity, int, float], list[Source]]:
     """Runs by row, steps and rate; of each row the longest: shorter ones are those of a sweep over rates."""
     runs = sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0))
@@ -247,9 +244,6 @@ def spread_rows(values: dict[str, list[float]]) -> list[Row]:
 
 def title_of(size: str) -> str:
     return size[:1].upper() + size[1:] if "width" in size else f"Here, {scale_label(size) or 'size unknown'}"
-
-
-# -- what was run, and what it says ------------------------------------------------------------------------------------
 
 
 def claims_table(verdicts: list[Verdict]) -> Table:
