@@ -27,17 +27,7 @@ PARTS = ("data.json", "provenance.json")  # of a run's folder, read with its con
 LARGEST = 64 * 2**20  # bytes of a JSON that is opened
 KINDS = ("run", "sweep", "eval", "analysis", "bench")  # in the order of their footnotes
 ANALYSES = ("alignment", "gate", "intervene", "margin")
-# kind of benchmark: what its rows have
-BENCHES = {
-    "layer": {"backbone", "variant", "pass", "graph_ms"},
-    "op": {"name", "pass", "floor_ms"},
-    "decode-op": {"backbone", "variant", "byte_per_s"},
-    "prefill": {"system", "wall_ms", "T"},
-    "decode": {"system", "step_ms", "generate_tok_s"},
-    "train": {"system", "tokens_per_second", "peak_gib"},
-}
-# ... or what it has itself
-GOALS = {"operator-cpu": {"timings", "goals", "versions"}, "data-prepare": {"measurements", "goals", "versions"}}
+BENCHES = ("layer", "op", "decode-op", "prefill", "decode", "train", "operator-cpu", "data-prepare")
 # what JSON that is not what it should be raises when it is read
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -316,10 +306,9 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
         return Source("sweep", content["kind"].removesuffix("_sweep"), file, content, origins=[content["provenance"]])
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
-    rows = content["rows"] if isinstance(content.get("rows"), list) and "versions" in content else []
-    kinds = [kind for kind, keys in BENCHES.items() if rows and all(keys <= row.keys() for row in rows)]
-    kinds += [kind for kind, keys in GOALS.items() if keys <= content.keys()]
-    return Source("bench", kinds[0], file, content) if kinds else None
+    if content.get("bench") in BENCHES:
+        return Source("bench", content["bench"], file, content)
+    return None
 
 
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
