@@ -257,7 +257,7 @@ def tables(found: Collection) -> list[Table]:
     theirs, ours, controls = [], [], []
     for fact in (papers().facts["gap_qwen3"], papers().facts["gap_gated_deltanet"]):
         layers = f"{fact.layers} of {fact.layers}"
-        told = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
+        told = ("projection", f"{16 / fact.key_size:.2f}", str(fact), layers, "–", "–")
         theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in told], "paper"))
     sources = found.of("analysis", "alignment")
     for source, point, tops_of in ((s, name, x["top"]) for s in sources for name, x in s.content["points"].items()):

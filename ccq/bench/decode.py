@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, tokens, wall_time
-from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted, row_kind
+from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted
 from ccq.report.collect import Collection
 from ccq.report.paper import load
-from ccq.report.table import Block, Cell, Row, Table, marks
+from ccq.report.table import Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ccq.bench import op
 from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, row_kind, times
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, times
 from ccq.report.collect import Collection
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks
+from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512

@@ -97,10 +97,6 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}×"
 
 
-def row_kind(system: str) -> str:
-    return "ours" if SYSTEMS[system].options.get("clean") else ""
-
-
 @dataclass(frozen=True)
 class Measure:
     """A cost that the paper gives too: which benchmark has it, and how it is read."""

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ccq.bench.results import COMPARED, NOTE, listed, make_parser, run, summarise
-from ccq.bench.tables import beside, changed, newest, noted, quoted, row_kind
+from ccq.bench.tables import beside, changed, newest, noted, quoted
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import Block, Cell, Row, Table, marks, scale_label
+from ccq.report.table import Block, Cell, Row, Table, marks, row_kind, scale_label
 from ccq.systems import SYSTEMS, recipe_name
 
 

@@ -46,9 +46,7 @@ class Suite:
     data: tuple[str, ...] = ()  # the files of `--data DIR` that it reads
     packages: tuple[str, ...] = ()  # without which none of its tasks can be asked
     text: bool = True  # whether it needs a tokenizer
-    as_trained: Callable | None = (
-        None  # (options, config of the model) -> options, where training decides what is asked
-    )
+    as_trained: Callable | None = None  # (options, config of the model) -> options, where training decides them
     axis: int | None = None  # of the paper: the default of `--suite`, in their order; None: run where it is asked for
 
     def check(self, options: Options) -> None:

@@ -72,7 +72,7 @@ def environment() -> jinja2.Environment:
     made = jinja2.Environment(loader=jinja2.PackageLoader("ccq.report"), trim_blocks=True, lstrip_blocks=True,
                               undefined=jinja2.StrictUndefined)  # fmt: skip
     made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
-                     "contents": contents}  # fmt: skip
+                     "contents": re.compile(r'<h2 id="([\w-]+)">(.*?)</h2>').findall}  # fmt: skip
     made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT,
                      "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
     return made
@@ -110,10 +110,6 @@ def drawn(figure: Figure) -> str:
         svg(panel, figure.size, f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
         for at, panel in enumerate(figure.panels)
     )
-
-
-def contents(body: str) -> list[tuple[str, str]]:
-    return re.findall(r'<h2 id="([\w-]+)">(.*?)</h2>', body)
 
 
 def build(found: Collection) -> Page:

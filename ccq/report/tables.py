@@ -25,6 +25,7 @@ from ccq.report.table import (
     marks,
     not_run,
     number,
+    row_kind,
     scale_label,
 )
 from ccq.report.table import NOT_RUN as EMPTY
@@ -71,12 +72,8 @@ def score_rows(
         sources = [source for e in mine if e for source in e.sources]
         runs = max((len(e.values) for e in mine if e), default=0)
         label = Cell(f"{row.label} {marks(sources)}", f"{runs} runs" if runs > 1 else "")
-        made.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
+        made.append(Row(label, cells, row_kind(row.system)))
     return made
-
-
-def is_cleaned(row: Identity) -> bool:
-    return row.system in SYSTEMS and bool(SYSTEMS[row.system].options.get("clean"))
 
 
 def score_table(name: str, paper: Paper, results: Results) -> Table:
@@ -175,7 +172,7 @@ def models_table(paper: Paper, found: Collection, results: Results) -> Table:
         ]
         label = Cell(f"{row.label} {marks([*runs, *tried])}")
         ours = blocks.setdefault(title_of(row.size), [])
-        ours.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
+        ours.append(Row(label, cells, row_kind(row.system)))
     notes = [
         "State: of a sequence of the training length, the covariance counted.",
         f"{SMALL} below a perplexity: the 95% interval of the mean over seeds (Student's t), where there are three; "

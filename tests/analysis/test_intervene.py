@@ -99,9 +99,9 @@ def test_decoding_follows_the_intervention():
 
 def test_the_model_is_as_it_was_after_an_error_and_interventions_nest():
     model = make()
-    outer, inner = Intervention("fixed", 0.5), Intervention("off")
+    outer, inner = Intervention("fixed", 0.5), Intervention("off", layers=(0,))
     with intervene(model, outer):
-        with contextlib.suppress(KeyError), intervene(model, inner, layers=[0]):
+        with contextlib.suppress(KeyError), intervene(model, inner):
             assert [c.intervention for c in cleaners(model)] == [inner, outer]
             raise KeyError
         assert {c.intervention for c in cleaners(model)} == {outer}
@@ -110,7 +110,7 @@ def test_the_model_is_as_it_was_after_an_error_and_interventions_nest():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(AnalysisError, match=r"layers: expected layers from 0 to 1 .* got 2"):
-        intervene(make(), Intervention("off"), layers=[2]).__enter__()
+        intervene(make(), Intervention("off", layers=(2,))).__enter__()
     with pytest.raises(AnalysisError, match="CCQForCausalLM has no cleaning"):
         intervene(make("gla"), Intervention("off")).__enter__()
     for kind, value, text in (("fixed", 1.5, "from 0 to 1"), ("scale", -1, "not negative"), ("of", 0, "none, off")):
@@ -171,12 +171,12 @@ def test_answers_of_a_changed_model_are_not_taken_for_its_own(tmp_path):
         pytest.raises(EvaluationError, match="lam was None, now it is fix"),
     ):
         ask("a")
-    with intervene(model, Intervention("fixed", 1.0), layers=[1]):
+    with intervene(model, Intervention("fixed", 1.0, layers=(1,))):
         ask("b")
     every = intervene(model, Intervention("fixed", 1.0))
-    with every, pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is fixed-1 in 0, 1"):
+    with every, pytest.raises(EvaluationError, match="lam was fixed-1-layers-1 in 1, now it is fixed-1 in 0, 1"):
         ask("b")
-    with pytest.raises(EvaluationError, match="lam was fixed-1 in 1, now it is None"):
+    with pytest.raises(EvaluationError, match="lam was fixed-1-layers-1 in 1, now it is None"):
         ask("b")
     assert ask("a")["scores"] == json.loads(json.dumps(plain["scores"]))
 
