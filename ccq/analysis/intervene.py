@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,9 +121,6 @@ def main(argv: Sequence[str]) -> int:
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights are the same, and so would be the names of its files
         options = options.but(out=arguments.out / change.name)
-        drawn = arguments.out / Intervention().name / "samples"
-        if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
-            shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
         with intervene(model, change):
             found = run(suites, model, tokenizer, options, f"{name}, lam {change.name}")
         failed = failed or len(found) < len(suites)

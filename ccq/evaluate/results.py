@@ -4,7 +4,6 @@ SUITE.json              scores with intervals, what was asked (hash), of which m
 SUITE.jsonl             a line a sample: prompt hash, output, score
 requests/SUITE.npz      what the model is asked
 responses/SUITE.jsonl   what it answered, appended as it answers: a run that was killed goes on from here
-samples/                frozen samples, where they are drawn
 """
 
 from __future__ import annotations

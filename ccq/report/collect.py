@@ -22,7 +22,7 @@ from ccq.report.table import scale_label, trained_as
 from ccq.systems import UNCHANGED, Identity
 
 # folders that hold no results
-SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "samples", "node_modules", "__pycache__"}
+SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "node_modules", "__pycache__"}
 PARTS = ("data.json", "provenance.json")  # of a run's folder, read with its config.json or not at all
 LARGEST = 64 * 2**20  # bytes of a JSON that is opened
 KINDS = ("run", "sweep", "eval", "analysis", "bench")  # in the order of their footnotes
