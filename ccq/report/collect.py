@@ -46,22 +46,7 @@ class Source:
     origins: list[dict] = field(default_factory=list)
     number: int = 0  # of its footnote
     run: Source | None = None  # of an evaluation or analysis: the run in whose folder it lies
-    within: str = ""  # the folder that tells it from another source of the same name
-
-    @property
-    def name(self) -> str:
-        """The path without what is this machine's: a folder and a file at most, and of a run's results the run."""
-        return "/".join(filter(None, (self.within, *self.named.parts)))
-
-    @property
-    def file(self) -> Path:
-        return self.path / "config.json" if self.kind == "run" else self.path
-
-    @property
-    def named(self) -> Path:
-        if self.run is not None:
-            return self.file.relative_to(self.run.path.parent)
-        return Path(*self.file.parts[-3 if self.file.parent.name in ("eval", "analysis") else -2 :])
+    name: str = ""  # the path without what is this machine's, as `called` and a folder more where others are called so
 
     @property
     def subject(self) -> str:
@@ -233,14 +218,25 @@ def collect(paths: Sequence[Path]) -> Collection:
     runs = found.of("run")
     for source in found.sources:
         source.run = next((run for run in runs if run.path in source.path.parents), None)
+        source.name = "/".join(called(source))
     names = Counter((source.kind, source.name) for source in found.sources)
     for source in found.sources:
-        if names[source.kind, str(source.named)] > 1:
-            source.within = "".join(source.file.parts[: -len(source.named.parts)][-1:]).strip("/")
+        if names[source.kind, "/".join(called(source))] > 1:
+            source.name = "/".join(called(source, 1)).strip("/")
     found.sources.sort(key=lambda s: (KINDS.index(s.kind), s.detail, s.name, str(s.path)))
     for number, source in enumerate(found.sources, 1):
         source.number = number
     return found
+
+
+def called(source: Source, more: int = 0) -> tuple[str, ...]:
+    """A folder and a file at most, and of a run's results the run; with so many folders `more`."""
+    file = source.path / "config.json" if source.kind == "run" else source.path
+    if source.run is not None:
+        parts = len(file.relative_to(source.run.path.parent).parts)
+    else:
+        parts = 3 if file.parent.name in ("eval", "analysis") else 2
+    return file.parts[-parts - more :]
 
 
 def files(path: Path) -> Iterator[Path]:
