@@ -207,7 +207,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
                 remove(out / name)
             record = {}
         device = settings.device or best_device()
-        say(where_it_runs(device))
+        say("Using the GPU." if device.startswith("cuda") else f"Using the CPU: {os.cpu_count()} cores.")
         left = sum(step.seconds for step in steps if not step.finished(out, record))
         if not any(step.folder in TRIO for step in steps):
             say("The trained trio does not ship with this version: needles, lengths and alignment are left out.")
@@ -242,15 +242,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def where_it_runs(device: str) -> str:
-    import torch
-
-    if device.startswith("cuda"):
-        return f"Using the GPU: {torch.cuda.get_device_name(device)}."
-    used = "No GPU is used:" if torch.cuda.is_available() else "No GPU here: using the CPU,"
-    return f"{used} {os.cpu_count()} cores."
 
 
 def write_report(settings: Settings, steps: list[Step]) -> Path:

@@ -50,10 +50,7 @@ def main(argv: Sequence[str]) -> int:
     found = collect(arguments.paths)
     page = build(found)
     if arguments.docs:
-        try:
-            done = [path for file in arguments.docs for path in docs.fill(file, page)]
-        except docs.DocsError as error:
-            parser.error(str(error))
+        done = [path for file in arguments.docs for path in docs.fill(file, page)]
         print(f"Filled {', '.join(map(str, done))}")
         if arguments.out is None:
             return 0

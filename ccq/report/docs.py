@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from ccq.errors import UserError
 from ccq.figures import save
 from ccq.names import nearest
 from ccq.report.page import MARK, Page, markdown_words, short_rows
@@ -23,10 +24,6 @@ WHOLE = "results"
 PLACE = re.compile(r"(<!-- ccq report: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /ccq report -->)", re.DOTALL)
 # tables of the page, which has most only where there are results for them
 TABLES = re.findall(r"""tables(?:\.|\[")([\w-]+)""", (HERE / "templates" / "page.j2").read_text(encoding="utf-8"))
-
-
-class DocsError(ValueError):
-    """A file asks for what the page does not have."""
 
 
 def filled(text: str, page: Page) -> str:
@@ -41,7 +38,7 @@ def filled(text: str, page: Page) -> str:
         elif name in known:
             content = "Not run."
         else:
-            raise DocsError(f"ccq report: {name}: no such table.{nearest(name, known)} There are: {', '.join(known)}.")
+            raise UserError(f"{name}: no such table.{nearest(name, known)} There are: {', '.join(known)}.")
         return f"{place[1]}{content}\n{place[4]}"
 
     return PLACE.sub(fill, text)
@@ -78,7 +75,7 @@ def fill(path: Path, page: Page) -> list[Path]:
     """Fill a file in place; what was written: the file, and the figures where it shows the whole page."""
     text = path.read_text(encoding="utf-8")
     if not PLACE.search(text):
-        raise DocsError(f"{path}: expected a place to fill, <!-- ccq report: NAME --> ... <!-- /ccq report -->")
+        raise UserError(f"{path}: expected a place to fill, <!-- ccq report: NAME --> ... <!-- /ccq report -->")
     path.write_text(filled(text, page), encoding="utf-8")
     shown = page.figures.values() if any(place["name"] == WHOLE for place in PLACE.finditer(text)) else ()
     return [path, *(save(figure, path.parent / "figures" / f"{figure.name}.png") for figure in shown)]

@@ -96,7 +96,7 @@ def test_all_of_it_is_there_without_a_network(first):
         "report/index.html",
     ):
         assert (out / path).stat().st_size > 0, path
-    assert "using the CPU" in text
+    assert "Using the CPU" in text
     assert re.search(r"The page: .*/laptop/report/index.html", text)
     assert "not which is better" in " ".join(text.split())
 
