@@ -45,8 +45,7 @@ class Engine:
         self.device = next(self.model.parameters()).device
         self.batch_tokens = self.batch_tokens or (32_768 if self.device.type == "cuda" else 4_096)
         self.body, self.head = parts(self.model, self.device)
-        self.recurrent = keeps_its_size(self.body, self.device)
-        self.pads = self.recurrent and padding_is_nothing(self.body, self.device)
+        self.recurrent, self.pads = cache_properties(self.body, self.device)
         # on a GPU kernels compile and tune anew for each size of a batch (fla's cumsum), and steps are captured for one
         self.few_sizes = self.device.type == "cuda" and self.batch_size is None
 
@@ -235,46 +234,35 @@ def parts(model: Any, device: torch.device) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def keeps_its_size(body: torch.nn.Module, device: torch.device) -> bool:
-    """Whether more than one token may follow from the cache, and it keeps its size.
+def cache_properties(body: torch.nn.Module, device: torch.device) -> tuple[bool, bool]:
+    """(whether more than one token may follow from the cache and it keeps its size; whether padding on the left, which
+    the mask names, is nothing to such a model).
 
-    Measured: with the cache, the second half of 24 tokens must come out as it does in one go, at least ten times nearer
-    than without the cache.
-    """
-    ids = torch.arange(24, device=device)[None] % 97
-    try:
-        truth = output(body(ids, use_cache=False))[:, 12:].float()
-        apart = output(body(ids[:, 12:], use_cache=False)).float()
-        cache = body(ids[:, :12], use_cache=True).past_key_values
-        size = cache_bytes(cache)
-        out = body(ids[:, 12:], past_key_values=cache, use_cache=True)
-    except Exception:  # no such cache, or one that takes a single token: then nothing is cut
-        return False
-    goes_on = (output(out).float() - truth).norm() <= 0.1 * (apart - truth).norm()
-    return bool(goes_on) and cache_bytes(out.past_key_values) == size
-
-
-@torch.inference_mode()
-def padding_is_nothing(body: torch.nn.Module, device: torch.device) -> bool:
-    """Whether sequences that the mask says are padded on the left come out as they do alone, and go on from the cache.
-
-    Measured as `keeps_its_size` measures: 12 tokens beside 24, and 8 more of each from the cache, at least ten times
-    nearer to those of the shorter one alone than they come out if the padding counts.
+    Measured on 24 tokens and 8 more from the cache, with 12 of padding for the second: these must come out as in one go
+    without padding, at least ten times nearer than they do without the cache, or if the padding counts.
     """
     ids = torch.arange(32, device=device)[None] % 97
     short = pad(ids[:, 12:], (12, 0))
-    both = torch.cat([ids, short])
-    mask = torch.ones_like(both)
+    both, mask = torch.cat([ids, short]), torch.ones(2, 32, dtype=torch.long, device=device)
     mask[1, :12] = 0
-    try:
-        truth = output(body(ids[:, 12:], use_cache=False))[0].float()
-        counted = output(body(short, use_cache=False))[0, 12:].float()
+
+    def near(ours: Tensor, truth: Tensor, otherwise: Tensor) -> bool:
+        return bool((ours - truth).float().norm() <= 0.1 * (otherwise - truth).float().norm())
+
+    recurrent = False
+    with suppress(Exception):  # no such cache, one for single tokens, no masks: then nothing is cut, or padded
+        first = body(ids[:, :24], use_cache=True).past_key_values
+        size = cache_bytes(first)
+        then = body(ids[:, 24:], past_key_values=first, use_cache=True)
+        whole, apart = (output(body(x, use_cache=False)) for x in (ids, ids[:, 24:]))
+        goes_on = near(output(then), whole[:, 24:], apart)
+        recurrent = goes_on and cache_bytes(then.past_key_values) == size
         out = body(both[:, :24], attention_mask=mask[:, :24], use_cache=True)
         more = body(both[:, 24:], attention_mask=mask, past_key_values=out.past_key_values, use_cache=True)
-    except Exception:  # no masks, or no such cache: then nothing is padded
-        return False
-    ours = torch.cat([output(out)[1, 12:], output(more)[1]]).float()
-    return bool((ours - truth).norm() <= 0.1 * (counted - truth).norm())
+        ours = torch.cat([output(out)[1, 12:], output(more)[1]])
+        alone, counted = (output(body(x, use_cache=False)) for x in (ids[:, 12:], short))
+        return recurrent, recurrent and near(ours, alone[0], counted[0, 12:])
+    return recurrent, False
 
 
 def cache_bytes(thing, seen: set | None = None) -> int:
