@@ -301,16 +301,6 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
         title = f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens"
         table(title, ship, "length.json", columns)
-    if any(step.folder == "alignment" for step in steps):
-        told = read(settings.out / "alignment" / "alignment_ccq_gla_pico.json")
-        gaps = told["points"]["projection"]["top"]["16"]
-        gap, control = gaps["unique"], gaps["planted"]["mean"]
-        if gap["mean"] is not None and control is not None:
-            console.print(
-                f"Alignment of needle keys with the top 16 directions, less that of the filler: {gap['mean']:+.3f}; "
-                f"below 0, as CCQ assumes, in {gap['negative_layers']} of {len(gap['by_layer'])} layers. Of planted "
-                f"things that nobody asks for: {control:+.3f}."
-            )
     for note in notes(settings, steps):
         console.print(note, markup=False)
     console.print(
