@@ -9,7 +9,7 @@ import pytest
 from made_results import BENCHMARKS
 
 from ccq import cli
-from ccq.report import docs
+from ccq.report import page as docs
 from ccq.report.collect import collect
 from ccq.report.page import assemble, build
 
