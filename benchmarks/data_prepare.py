@@ -207,7 +207,7 @@ def main() -> None:
     if args.quick:
         print("Quick: so little text says nothing of the goals. Nothing written.")
         return
-    write_json(SHIPPED / "data_prepare.json", {**origin, "goals": goals, "measurements": rows})
+    write_json(SHIPPED / "data_prepare.json", {"bench": "data-prepare", **origin, "goals": goals, "measurements": rows})
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def main() -> None:
         return
 
     length, short, long, repeats = (512, 256, 2048, 1) if args.quick else (4096, 2048, 16384, 9)
-    origin = {**provenance("python benchmarks/operator_cpu.py"), **machine()}
+    origin = {"bench": "operator-cpu", **provenance("python benchmarks/operator_cpu.py"), **machine()}
     shape = f"B={B} H={H} K={K} C={chunk.CHUNK} float32"
     print(f"{origin['cpu']}, {origin['threads']} threads, torch {torch.__version__}; {shape}")
     if origin["load_before"] > 0.5:

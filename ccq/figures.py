@@ -95,9 +95,6 @@ def lines_of(rows: Iterable[Identity]) -> Lines:
     return lines
 
 
-# -- how a figure is written -------------------------------------------------------------------------------------------
-
-
 def draw(panel: Panel, axes: Any) -> None:
     panel.draw(axes)
     axes.set_title(textwrap.fill(panel.title, 44))
@@ -160,8 +157,6 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-# -- what `ccq analyze` found ------------------------------------------------------------------------------------------
-
 TOP = "16"  # of the numbers of top directions: the paper's
 GAPS, POOLED = ("unique", "needle", "planted", "near", "rare"), ("distractor", "unique", "planted")
 GROUPS = {  # of tokens
@@ -193,19 +188,13 @@ def of_analysis(result: dict) -> list[Figure]:
         panels = [Panel(what, partial(heat, table, result["layers"], digits=3)) for what, table in tables]
         title = f"{name}: change of the needle's margin by cleaning"
         return [Figure("", title, "Red: wider.", panels, columns=2, size=heat_size([table for _, table in tables]))]
-    figures = []
-    if "lam" in result:
-        figures.append(of_gates([(name, [result])], tuple(PLACES)))
-        figures[0].panels += [
-            Panel(f"lam at {place}", partial(heat, lam, result["layers"], colours="viridis", low=0.0))
-            for place, lam in ((place, grid(result["lam"][place])) for place in ("text", "retrieval"))
-        ]
-        if "angle" in result:
-            figures[0].panels.append(Panel("how far q is turned", partial(of_angles, result)))
-    if "training" in result:
-        panel = Panel(f"{name}: lam over training", partial(of_layers, result["training"]))
-        figures.append(Figure("training", panel.title, "", [panel], size=(6, 3.6)))
-    return figures
+    figure = of_gates([(name, [result])], tuple(PLACES))
+    figure.panels += [
+        Panel(f"lam at {place}", partial(heat, lam, result["layers"], colours="viridis", low=0.0))
+        for place, lam in ((place, grid(result["lam"][place])) for place in ("text", "retrieval"))
+    ]
+    figure.panels.append(Panel("how far q is turned", partial(of_angles, result)))
+    return [figure]
 
 
 def of_alignment(points: Sequence[tuple[str, dict]]) -> list[Figure]:
@@ -342,16 +331,3 @@ def of_angles(result: dict, axes: Any) -> None:
         axes.fill_between(result["layers"], angle["median"], angle["high"], color=style["color"], alpha=0.15, lw=0)
     axes.set(xlabel="layer", ylabel="degrees: median, up to 95%", ylim=(0, None))
     whole(axes)
-
-
-def of_layers(training: dict, axes: Any) -> None:
-    """lam of each layer over training, and where weight decay alone would carry it."""
-    lam, colours = numbers(training["lam"]), matplotlib.colormaps["viridis"]
-    last = lam.shape[1] - 1
-    for layer in range(last + 1):
-        label = f"layer {layer}" if layer in (0, last) else None
-        axes.plot(training["step"], lam[:, layer], color=colours(0.9 * layer / max(1, last)), lw=1, label=label)
-    if training["decay_alone"] is not None:
-        axes.plot(training["step"], training["decay_alone"], "--", color=RED, lw=2, label="weight decay alone")
-    axes.set(xlabel="step", ylabel="mean lam", ylim=(0, None))
-    axes.legend()

@@ -46,7 +46,7 @@ evaluate() { $ccq eval "$run/model" --out "$run/eval" ${EVAL:+--data "$EVAL"} ${
 evaluate --suite niah --sizing full --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 evaluate --suite length --limit 20 # nine lengths from 4,096 to 20,480, seven corpora
 analyze() { [ -f "$run/analysis/$1_model.json" ] || $ccq analyze "$1" "$run/model" --out "$run/analysis" "${@:2}"; }
-case $row in ccq_*) analyze gate --run "$run" ;; esac
+case $row in ccq_*) analyze gate ;; esac
 [ "$seed" != 0 ] || analyze alignment # what one seed can show
 case $row in
   ccq_gated_deltanet* | ccq_*_conv) # GLA without a convolution finds no needle at this size: nothing to switch off

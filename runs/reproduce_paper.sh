@@ -59,7 +59,7 @@ finished
 # 4. What the gate does, what is lost without cleaning, and where keys lie
 for size in $sizes; do
   for system in ccq_gla ccq_gated_deltanet; do
-    ccq analyze gate "$out/${system}_$size/model" --run "$out/${system}_$size" --out "$out/${system}_$size/analysis"
+    ccq analyze gate "$out/${system}_$size/model" --out "$out/${system}_$size/analysis"
   done
 done
 case " $sizes " in *" 1.3b "*)

@@ -286,8 +286,8 @@ def make_everything(root: Path) -> None:
             rate = {"gla": 48e3, "gla-unit": 48e3, "ccq-gla": 46e3}.get(system, 45e3)
             trained.append({"system": system, "size": "1.3b", "length": length, "tokens": 32768, "dtype": "bf16",
                             "step_ms": {"median": 1.0, "low": 1.0, "high": 1.0}, "tokens_per_second": rate,
-                            "peak_gib": 60.0, "mfu": 0.4, "paper": None})  # fmt: skip
-    write_json(root / "bench" / "train_h200.json", {**origin(), "note": None, "rows": trained})
+                            "peak_gib": 60.0, "mfu": 0.4})  # fmt: skip
+    write_json(root / "bench" / "train_h200.json", {**origin(), "bench": "train", "note": None, "rows": trained})
     for name in ("decode_h200", "decode_op_h200", "layer_h200", "op_h200", "prefill_h200", "operator_cpu",
                  "data_prepare"):  # fmt: skip
         shutil.copy(BENCHMARKS / f"{name}.json", root / "bench" / f"{name}.json")

@@ -108,8 +108,6 @@ def test_identity_goes_from_training_to_every_result(run, monkeypatch):
     for stage in ("requests", "score", "metrics"):
         assert cli.main(["eval", model, *ask, "--stage", stage, "--out", str(run / "stages")]) == 0
     assert said(run / "stages" / "mqar.json") == TRAINED
-    assert cli.main(["analyze", "gate", "--run", str(run), "--out", str(run / "analysis")]) == 0
-    assert said(run / "analysis" / "gate_any_name.json") == TRAINED
     assert cli.main(["analyze", "intervene", model, *ask, "--off", "--fixed", "0.5", "--out", str(run / "lam")]) == 0
     assert said(run / "lam" / "intervene.json") == TRAINED
     variants = {"none": UNCHANGED, "off": OFF, "fixed-0.5": "lam fixed-0.5 in 0 1 at inference"}

@@ -11,7 +11,7 @@ from ccq.errors import UserError
 # name: (module of this package, what it is)
 KINDS = {
     "alignment": ("alignment", "do needle keys lie off the directions of most variance? any causal LM"),
-    "gate": ("gates", "mean lam by layer and head, on text and where a needle is retrieved; its course in training"),
+    "gate": ("gates", "mean lam by layer and head, on text and where a needle is retrieved"),
     "intervene": ("intervene", "a suite of `ccq eval` with cleaning off, lam fixed or scaled, layer by layer"),
     "margin": ("margin", "scores of needle and distractors with and without cleaning, by layer and head"),
 }

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ccq import tables as screen
 from ccq.analysis import AnalysisError
-from ccq.analysis.capture import POINTS, Projection, Read, run, text_config, watch
+from ccq.analysis.capture import POINTS, Projection, Read, run, watch
 from ccq.analysis.command import begin, finish, make_parser, path_of
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, each, make_prompts
 from ccq.ops import clean_query
@@ -39,8 +39,6 @@ from ccq.systems import Identity
 TOP = 16
 BINS = 40  # of the histograms, from 0 to 1
 SPECTRUM = 64  # eigenvalues that are kept of a layer
-# models whose fused projections are laid out as supposed, though what they read cannot be seen, or passes a norm
-TRUSTED = ("bloom", "falcon", "mpt", "persimmon")
 
 
 def covariance(k: Float[Tensor, "T Hk K"]) -> tuple[Float[Tensor, "Hk K K"], Float[Tensor, "Hk K"]]:
@@ -103,19 +101,11 @@ class Observer:
 
     def __init__(self) -> None:
         self.points: dict[str, Point] = defaultdict(Point)
-        self.norms: dict[int, tuple[Projection, Tensor]] = {}
 
     def project(self, projection: Projection, k: Tensor) -> None:
-        if projection.layout in ("parts", "heads"):
-            self.norms[projection.layer] = projection, k.double().norm(dim=-1).cpu()
         self.points["projection"].add(projection.layer, unit(k.double()), self.tokens)
 
     def read(self, read: Read) -> None:
-        if read.layer in self.norms:
-            projection, norms = self.norms[read.layer]
-            hidden = any("norm" in name for name, _ in projection.parent.named_modules())  # the lengths, by a norm
-            if not hidden and has_layout(norms, read.k):
-                del self.norms[read.layer]
         self.points["read"].add(read.layer, unit(read.k.double()), self.tokens)
         if read.lam is not None and read.cleaner is not None:
             own, (q, k, lam) = read.cleaner, (x[None] for x in (read.q, read.k, read.lam))
@@ -128,17 +118,6 @@ class Observer:
             self.points["operator"].add(read.layer, keys, self.tokens, state.covariance(own.centred)[0], centre)
 
 
-def has_layout(norms: Float[Tensor, "T Hk"], k: Float[Tensor, "T Hk K"]) -> bool:
-    """Whether keys cut out of a fused projection, of which the lengths are given, are those that the scores read.
-
-    RoPE turns a key and may scale all keys alike, so that the lengths at both points are proportional.
-    """
-    if norms.shape != k.shape[:2]:
-        return False
-    ratio = k.double().norm(dim=-1).cpu() / norms.clamp(min=1e-30)
-    return float(ratio.std() / ratio.mean()) < 0.05
-
-
 def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = False) -> dict:
     """Run the prompts, one at a time, and return what the result file holds of them."""
     observer = Observer()
@@ -147,12 +126,6 @@ def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = F
         for prompt, tokens in zip(prompts, each(prompts, tokenizer, bos), strict=True):
             observer.tokens = tokens
             run(model, tokens.ids)
-            for projection, _ in observer.norms.values():
-                if getattr(text_config(model), "model_type", None) not in TRUSTED:
-                    raise AnalysisError(
-                        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and "
-                        "where its keys lie in that is not known here"
-                    )
             sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
             rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
     if "projection" not in observer.points:
@@ -284,7 +257,7 @@ def tables(found: Collection) -> list[Table]:
     theirs, ours, controls = [], [], []
     for fact in (papers().facts["gap_qwen3"], papers().facts["gap_gated_deltanet"]):
         layers = f"{fact.layers} of {fact.layers}"
-        told = ("projection", f"{16 / fact.key_size:.2f}", signed(fact.value, 3), layers, "–", "–")
+        told = ("projection", f"{16 / fact.key_size:.2f}", str(fact), layers, "–", "–")
         theirs.append(Row(Cell(fact.model), [Cell(x, kind="paper", hover=fact.where) for x in told], "paper"))
     sources = found.of("analysis", "alignment")
     for source, point, tops_of in ((s, name, x["top"]) for s in sources for name, x in s.content["points"].items()):

@@ -29,9 +29,12 @@ from ccq.mixers.attention import rotate
 from ccq.pretrained import most_tokens
 
 SEPARATE = ("k_proj", "key_proj", "wk", "key")  # the last only beside a "query": RWKV's is something else
-# fused projections, by where the keys are
+# projections of q, k and v together, by the type of the model: what they are called, and where the keys are
 #   parts: [ q of all heads | k of all | v of all ]         heads: for each key head [ its q's | k | v ]
-FUSED = {"c_attn": "parts", "qkv_proj": "parts", "Wqkv": "parts", "query_key_value": "heads"}
+FUSED = {
+    "gpt2": ("c_attn", "parts"), "phi3": ("qkv_proj", "parts"), "mpt": ("Wqkv", "parts"),
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon", "persimmon"), ("query_key_value", "heads")),
+}  # fmt: skip
 POINTS = {
     "projection": "at the key projection",
     "read": "where scores or state read them",
@@ -48,7 +51,7 @@ class Projection:
     module: nn.Module
     parent: nn.Module  # the attention or mixer that it belongs to
     size: int  # K
-    layout: str  # "separate", "mamba2" or one of FUSED's
+    layout: str  # "separate", "mamba2" or as in FUSED
 
     def keys(self, output: Float[Tensor, "T D"]) -> Float[Tensor, "T Hk K"]:
         """The keys in what the module puts out."""
@@ -94,6 +97,7 @@ def layer_of(name: str) -> int:
 def find_projections(model: nn.Module, needed: bool = True) -> list[Projection]:
     """The key projections of a model in the order of its layers; AnalysisError where there are none but `needed`."""
     found = []
+    fused, where = FUSED.get(getattr(text_config(model), "model_type", ""), ("", ""))
     for name, module in model.named_modules():
         parent_name, _, last = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -101,16 +105,16 @@ def find_projections(model: nn.Module, needed: bool = True) -> list[Projection]:
             layout = "mamba2"
         elif last in SEPARATE and (last != "key" or hasattr(parent, "query")):
             layout = "separate"
-        elif last in FUSED:
-            layout = FUSED[last]
+        elif fused and last == fused:
+            layout = where
         else:
             continue
         found.append(Projection(layer_of(name), name, module, parent, head_size(model, parent), layout))
     if needed and not found:
         names = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name})
         raise AnalysisError(
-            f"{type(model).__name__} has no key projection that is known here (a module called "
-            f"{', '.join((*SEPARATE, *FUSED))}). Its modules: {', '.join(names)}"
+            f"{type(model).__name__} has no key projection that is known here (a module called {', '.join(SEPARATE)}; "
+            f"or q, k and v together, of {', '.join(FUSED)}). Its modules: {', '.join(names)}"
         )
     return sorted(found, key=lambda projection: projection.layer)
 

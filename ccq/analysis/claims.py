@@ -6,8 +6,8 @@ import json
 import math
 from operator import attrgetter
 
-from ccq.evaluate.statistics import grouped, student
-from ccq.names import plural
+from ccq.evaluate.statistics import student
+from ccq.names import grouped, plural
 from ccq.report.claims import (
     FAILS,
     FEW,

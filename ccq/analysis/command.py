@@ -17,11 +17,11 @@ from ccq.pretrained import DTYPES, NoTokenizerError, load_model, load_tokenizer
 from ccq.provenance import provenance
 
 
-def make_parser(kind: str, about: str | None, variants: int, nargs: str | None = None) -> argparse.ArgumentParser:
+def make_parser(kind: str, about: str | None, variants: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"ccq analyze {kind}", description=(about or "").splitlines()[0])
     add = parser.add_argument
     models = "a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub"
-    add("model", metavar="MODEL", nargs=nargs, help=models)
+    add("model", metavar="MODEL", help=models)
     add("--device", default=best_device(), help="(here: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
     add("--tokenizer", help="where MODEL has none")

@@ -1,5 +1,5 @@
-"""How much does a trained model clean, and when? Mean lam by layer and head, its course in training, and how far the
-read turns the query: the angle between q and q_clean.
+"""How much does a trained model clean, and when? Mean lam by layer and head, and how far the read turns the query: the
+angle between q and q_clean.
 
     text        ordinary text: a file, or our filler
     filler      the filler of needle prompts
@@ -7,19 +7,13 @@ read turns the query: the angle between q and q_clean.
     question    the question at the end
     retrieval   where the answer's tokens are predicted: the last token of the question, and the answer but its last
 
-Weight decay alone, without any gradient, carries sigmoid(bias) from 0.01 to almost a half over the paper's runs: a
-curve of lam in training means something only beside the curve of pure decay.
-
 T tokens, H heads.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +22,9 @@ import torch
 
 from ccq.analysis import AnalysisError
 from ccq.analysis.capture import Read, run, watch
-from ccq.analysis.command import begin, finish, make_parser, name_of, path_of
+from ccq.analysis.command import begin, finish, make_parser, path_of
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize, with_bos
-from ccq.files import read_text, stored
-from ccq.systems import Identity
-from ccq.train.config import read
 
 PLACES = ("text", "filler", "needle", "question", "retrieval")
 
@@ -96,72 +87,22 @@ def asked(prompt: Prompt, tokenizer: Any, bos: bool) -> tuple[np.ndarray, dict[s
     return ids, places | {"question": places["question"] & ~retrieval, "retrieval": retrieval}
 
 
-def course(run_folder: Path) -> dict:
-    """lam over training from a run's log.jsonl: {"step", "lam" [steps][layers], "decay_alone" [steps] or None}.
-
-    Lines without lam, and a last line that was cut off, are passed over. The curve of pure decay is the log's, or
-    comes from the run's config.
-    """
-    path = run_folder / "log.jsonl" if run_folder.is_dir() else run_folder
-    if stored(path) is None:
-        raise AnalysisError(f"{path} is not there: expected the folder of a run of `ccq train`, or its log")
-    rows = []
-    for line in read_text(path).splitlines():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    rows = [row for row in rows if row.get("lam") and "step" in row]
-    if not rows:
-        raise AnalysisError(f"{path} has no lam in it: expected the log of a model with cleaning")
-    steps = [row["step"] for row in rows]
-    lam = [row["lam"] if isinstance(row["lam"], list) else [row["lam"]] for row in rows]
-    if len({len(row) for row in lam}) > 1:
-        raise AnalysisError(f"{path} has lam of {sorted({len(row) for row in lam})} layers: expected one number")
-    alone = [row.get("lam_of_decay_alone") for row in rows]
-    if None in alone:
-        alone = decay_alone(path.parent / "config.json", steps)
-    return {"step": steps, "lam": lam, "decay_alone": alone}
-
-
-def decay_alone(config: Path, steps: list[int]) -> Any:
-    """sigmoid(bias) after each of `steps` if no gradient reached it; None where the run's config is not there."""
-    if not config.exists():
-        return None
-    from ccq.train.optimizer import pure_decay
-
-    run = read(config)
-    if run.init is not None:  # its gates began somewhere else
-        return None
-    curve = pure_decay(run)
-    return [float(curve[min(step, len(curve) - 1)]) for step in steps]
-
-
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("gate", __doc__, variants=3, nargs="?")
+    parser = make_parser("gate", __doc__, variants=3)
     parser.add_argument("--text", type=Path, help="a file of ordinary text; by default our filler")
-    parser.add_argument("--run", type=Path, help="folder of a run of `ccq train`: lam over its steps")
     arguments = parser.parse_args(argv)
-    if arguments.model is None and arguments.run is None:
-        parser.error("expected a MODEL, or a run with --run, or both")
-    training = {"training": course(arguments.run)} if arguments.run is not None else {}
-    if arguments.model is not None:
-        prompts = make_prompts(arguments.variants, arguments.sentences)
-        text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
-        result, model, tokenizer = begin("gate", arguments)
-        path_of(result, arguments.out)
-        result |= measure(model, tokenizer, prompts, text, arguments.bos)
-        told = {"text": "filler" if arguments.text is None else arguments.text.name}
-        result["settings"] = {"variants": arguments.variants, "sentences": arguments.sentences} | told
-    else:
-        config = arguments.run / "config.json"  # the log by itself does not say what it is of
-        name = arguments.name or name_of(str(arguments.run))
-        identity = read(config).identity if config.exists() else Identity(name)
-        result = {"kind": "gate", "identity": asdict(identity), "model": {"name": name}}
-    finish(result | training, arguments.out)
-    if "lam" in result:
-        for place in PLACES:
-            lam = np.array(result["lam"][place])
-            print(f"{place:<10} mean lam {lam.mean():.4f}, by layer {' '.join(f'{x:.3f}' for x in lam.mean(1))}")
-        for place in ("text", "retrieval"):
-            median, high = (" ".join(f"{x:.2f}" for x in result["angle"][place][name]) for name in ("median", "high"))
-            print(f"{place:<10} angle between q and q_clean by layer, degrees: median {median}; 95% below {high}")
+    prompts = make_prompts(arguments.variants, arguments.sentences)
+    text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
+    result, model, tokenizer = begin("gate", arguments)
+    path_of(result, arguments.out)
+    result |= measure(model, tokenizer, prompts, text, arguments.bos)
+    told = {"text": "filler" if arguments.text is None else arguments.text.name}
+    result["settings"] = {"variants": arguments.variants, "sentences": arguments.sentences} | told
+    finish(result, arguments.out)
+    for place in PLACES:
+        lam = np.array(result["lam"][place])
+        print(f"{place:<10} mean lam {lam.mean():.4f}, by layer {' '.join(f'{x:.3f}' for x in lam.mean(1))}")
+    for place in ("text", "retrieval"):
+        median, high = (" ".join(f"{x:.2f}" for x in result["angle"][place][name]) for name in ("median", "high"))
+        print(f"{place:<10} angle between q and q_clean by layer, degrees: median {median}; 95% below {high}")
     return 0

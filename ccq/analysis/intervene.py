@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,18 +68,14 @@ class Intervention:
 
 
 @contextlib.contextmanager
-def intervene(
-    model: nn.Module, change: Callable[[Tensor], Tensor], layers: Iterable[int] | None = None
-) -> Iterator[None]:
-    """The model with `change` applied to lam in `layers` (all of those that clean, unless given); then as it was.
+def intervene(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The model with `change` applied to lam, in its `layers` if it has any, else in all that clean; then as it was.
 
     with intervene(model, Intervention("off")):
         evaluate(model, ...)
     """
-    every = cleaners(model)
-    if layers is None:
-        layers = getattr(change, "layers", None)
-    chosen = list(range(len(every))) if layers is None else list(layers)
+    every, layers = cleaners(model), getattr(change, "layers", None)
+    chosen = range(len(every)) if layers is None else layers
     for layer in chosen:
         if not 0 <= layer < len(every):
             raise AnalysisError(f"layers: expected layers from 0 to {len(every) - 1} (those that clean), got {layer}")
@@ -126,9 +121,6 @@ def main(argv: Sequence[str]) -> int:
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights are the same, and so would be the names of its files
         options = options.but(out=arguments.out / change.name)
-        drawn = arguments.out / Intervention().name / "samples"
-        if change.kind != "none" and drawn.is_dir():  # the same for all: not drawn again
-            shutil.copytree(drawn, options.out / "samples", dirs_exist_ok=True)
         with intervene(model, change):
             found = run(suites, model, tokenizer, options, f"{name}, lam {change.name}")
         failed = failed or len(found) < len(suites)

@@ -12,19 +12,14 @@ KINDS = {
     "op": "the cleaning alone, against the same composed from fla's ops and against the floor",
     "layer": "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table",
     "decode-op": "one token of a layer's state update and read, with and without cleaning, beside the bytes' floor",
-    "prefill": "prompts through whole models, beside the paper's milliseconds",
-    "decode": "one token at a time through whole models, captured, generated and plain, beside the paper's tokens/s",
+    "prefill": "prompts through whole models",
+    "decode": "one token at a time through whole models, captured, generated and plain",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
-    "profile": "where the time of a training step, a prefill and a decode step goes, by class of kernel",
-    "eval": "how fast suites are answered, and what sharing the prefill of equal contexts changes",
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that `argv` names."""
-    if argv and argv[0] == "tune":
-        print("That is benchmarks/tune.py, which is in the repository only.", file=sys.stderr)
-        return 2
     kind, rest = choose("ccq bench", __doc__, "kind", KINDS, argv), argv[1:]
     import torch
 

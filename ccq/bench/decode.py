@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, tokens, wall_time
-from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted, row_kind
+from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted
 from ccq.report.collect import Collection
-from ccq.report.paper import load, numbers_of
-from ccq.report.table import Block, Cell, Row, Table, marks
+from ccq.report.paper import load
+from ccq.report.table import Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
 
@@ -30,11 +30,9 @@ def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure(system: str, model, args) -> dict:
+def measure(model, args) -> dict:
     prompt = tokens(model, args.batch, args.prompt)
     generate_seconds(model, prompt, 8)  # captures its graph
-    if args.warm:
-        return {}
     # the difference is decoding alone
     short, long = (min(generate_seconds(model, prompt, new) for _ in range(2)) for new in (8, 8 + args.tokens))
     with torch.no_grad():
@@ -49,7 +47,6 @@ def measure(system: str, model, args) -> dict:
         "prompt": args.prompt, "step_ms": step, "plain_ms": plain,
         "step_tok_s": 1e3 * args.batch / step["median"],
         "generate_tok_s": args.batch * args.tokens / (long - short),
-        "paper_tok_s": next(iter(numbers_of("inference", system)[1:]), None),
     }  # fmt: skip
 
 

@@ -20,10 +20,10 @@ import torch
 
 from ccq.bench.op import measure_ceilings
 from ccq.bench.results import graph_time, make_parser, run
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, newest, row_kind, times
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, newest, times
 from ccq.ops import Cleaning, CovarianceState, decode_step
 from ccq.report.collect import Collection
-from ccq.report.table import Block, Cell, Row, Table, marks
+from ccq.report.table import Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
 VARIANTS = ("fla", "unit", "ours", "projected")

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ccq.bench import op
-from ccq.bench.results import NOTE, WARM, graph_time, make_parser, run, wall_time
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, row_kind, times
+from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, times
 from ccq.report.collect import Collection
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks
+from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
 HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
@@ -99,18 +99,15 @@ def measured(args) -> Iterator[dict]:
             layer = make_layer(backbone, variant)
             for name, length in PASSES:
                 call = calls(layer, length, name != "forward")
-                if args.warm:
-                    wall_time(call, 1, 0)
-                    continue
                 yield {
                     "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16", "pass": name,
                     "graph_ms": graph_time(call, inner=3), "wall_ms": wall_time(call),
-                    "peak_bytes": peak_memory(call), "paper_ms": paper_ms(backbone, variant, name, length),
+                    "peak_bytes": peak_memory(call),
                 }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = {"backbones": ",".join(BACKBONES), "variants": ",".join(VARIANTS), "warm": WARM, "note": NOTE}
+    options = {"backbones": ",".join(BACKBONES), "variants": ",".join(VARIANTS), "note": NOTE}
     args = make_parser("layer", __doc__, **options).parse_args(argv)
 
     def control(row: dict) -> dict:
@@ -120,11 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = "a layer at the 1.3B shape, beside the backbone with unit q and k"
     shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
     return run(args, title, measured(args), control, shape=shape)
-
-
-def paper_ms(backbone: str, variant: str, name: str, length: int) -> float | None:
-    """The paper's cell, on an H200."""
-    return load().tables["layer"].value("1.3b", LAYERS.get((backbone, variant), ""), heading(name, length))
 
 
 def heading(name: str, length: int) -> str:

@@ -10,19 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench.results import model_parser, run_models, tokens, wall_time
-from ccq.report.paper import numbers_of
 
 
 @torch.inference_mode()
-def measure(system: str, model, args) -> dict:
+def measure(model, args) -> dict:
     prompt = tokens(model, args.batch, args.length)
     torch.cuda.reset_peak_memory_stats()
-    repeats, warmup = (1, 0) if args.warm else (10, 3)
-    timing = wall_time(lambda: model(prompt, use_cache=True, logits_to_keep=1), repeats, warmup)
-    return {
-        "T": args.length, "wall_ms": timing, "peak_bytes": torch.cuda.max_memory_allocated(),
-        "paper_ms": next(iter(numbers_of("inference", system)), None),
-    }  # fmt: skip
+    timing = wall_time(lambda: model(prompt, use_cache=True, logits_to_keep=1), repeats=10, warmup=3)
+    return {"T": args.length, "wall_ms": timing, "peak_bytes": torch.cuda.max_memory_allocated()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

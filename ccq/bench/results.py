@@ -6,7 +6,6 @@ CUDA graphs are timed for the kernels' own time, wall clock for what a user wait
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +18,11 @@ from ccq.files import replaceable, write_json
 from ccq.names import nearest, slug
 from ccq.provenance import provenance
 from ccq.systems import SYSTEMS, compared
-from ccq.tables import LiveTable
 
 COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
-WARM = (False, "only compile and tune, write nothing")
+WIDTH = 14  # of a column on the screen: a time and its ratio
 NOTE = (None, "kept in the result file, e.g. how fla was tuned")
 SHIPPED = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -49,15 +47,16 @@ def run(
 ) -> int:
     """Show rows as they are `measured`, each beside the one that has the values of `control`, and write them."""
     rows: list[dict] = []
-    with contextlib.ExitStack() as stack:
-        for row in measured:
-            if not rows:
-                table = stack.enter_context(LiveTable(title, *row))
-            rows.append(row)
-            base = row_of(rows, **control(row)) or row
-            table.add(*(shown(value, base[name]) for name, value in row.items()))
-    if not getattr(args, "warm", False):
-        write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
+    print(title)
+    for row in measured:
+        width = {name: max(len(name), WIDTH) for name in row}
+        if not rows:
+            print("  ".join(name.ljust(width[name]) for name in row).rstrip())
+        rows.append(row)
+        base = row_of(rows, **control(row)) or row
+        cells = (shown(value, base[name]).ljust(width[name]) for name, value in row.items())
+        print("  ".join(cells).rstrip(), flush=True)  # so that what is cut short leaves its rows
+    write(args, {**({"note": args.note} if "note" in args else {}), **content, "rows": rows})
     return 0
 
 
@@ -68,8 +67,6 @@ def shown(value: Any, base: Any) -> str:
     ('1.500 (1.250×)', '4,096', '-')
     """
     value, base = (x.get("median") if isinstance(x, dict) else x for x in (value, base))
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
     if not isinstance(value, int | float):
         return value if isinstance(value, str) else "-"
     text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if value < 1e4 else f"{value:.3g}"
@@ -91,24 +88,19 @@ def write(args: argparse.Namespace, content: dict) -> None:
 
 def model_parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
     """The options that benchmarks of whole models share, and others."""
-    parser = make_parser(kind, about, size="1.3b", batch=8, warm=WARM, note=NOTE, **options)
+    parser = make_parser(kind, about, size="1.3b", batch=8, note=NOTE, **options)
     parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
     return parser
 
 
 def run_models(args: argparse.Namespace, title: str, measure: Callable[..., dict]) -> int:
-    """Benchmark every system: `measure(system, model, args)` gives its row, which is compared with the backbone's.
-
-    With --warm it is asked to compile, and what it gives is dropped.
-    """
+    """Benchmark every system: `measure(model, args)` gives its row, which is compared with the backbone's."""
 
     def rows() -> Iterator[dict]:
         for system in args.systems:
             row = {"system": system, "size": args.size, "B": args.batch, "dtype": "bfloat16"}
-            row |= measure(system, random_model(system, args.size), args)
+            yield row | measure(random_model(system, args.size), args)
             torch.cuda.empty_cache()
-            if not args.warm:
-                yield row
 
     return run(args, title, rows(), lambda row: {"system": SYSTEMS[row["system"]].family})
 

@@ -97,10 +97,6 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}×"
 
 
-def row_kind(system: str) -> str:
-    return "ours" if SYSTEMS[system].options.get("clean") else ""
-
-
 @dataclass(frozen=True)
 class Measure:
     """A cost that the paper gives too: which benchmark has it, and how it is read."""
@@ -109,8 +105,11 @@ class Measure:
     table: str  # of paper.toml
     column: str
     what: str
-    value: Callable[[dict], float]
-    range: Callable[[dict], dict] | None = None  # timings with what was measured at least and at most
+    key: str  # of a row
+    timed: str = ""  # ... the timings behind it, with what was measured at least and at most
+
+    def value(self, row: dict) -> float:
+        return row[self.key]["median"] if isinstance(row[self.key], dict) else row[self.key]
 
     @property
     def rate(self) -> bool:
@@ -153,15 +152,12 @@ def asked(row: dict) -> list[Any]:
 
 
 MEASURES = {
-    "layer": Measure("layer", "layer", "forward and backward, 4K", "a layer, 4K",
-                     lambda row: row["graph_ms"]["median"], lambda row: row["graph_ms"]),
-    "training": Measure("train", "training", "tokens/s a GPU", "training",
-                        lambda row: row["tokens_per_second"], lambda row: row["step_ms"]),
-    "memory": Measure("train", "training", "peak GiB a GPU", "training memory", lambda row: row["peak_gib"]),
-    "prefill": Measure("prefill", "inference", "4K prefill, ms", "prefill, 4K",
-                       lambda row: row["wall_ms"]["median"], lambda row: row["wall_ms"]),
-    "decode": Measure("decode", "inference", "decode, tokens/s", "decode", lambda row: row["generate_tok_s"]),
-}  # fmt: skip
+    "layer": Measure("layer", "layer", "forward and backward, 4K", "a layer, 4K", "graph_ms", "graph_ms"),
+    "training": Measure("train", "training", "tokens/s a GPU", "training", "tokens_per_second", "step_ms"),
+    "memory": Measure("train", "training", "peak GiB a GPU", "training memory", "peak_gib"),
+    "prefill": Measure("prefill", "inference", "4K prefill, ms", "prefill, 4K", "wall_ms", "wall_ms"),
+    "decode": Measure("decode", "inference", "decode, tokens/s", "decode", "generate_tok_s"),
+}
 
 GOALS = {"operator-cpu": "The operator on a CPU", "data-prepare": "`ccq data prepare`"}
 

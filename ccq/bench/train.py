@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ccq.bench.results import COMPARED, listed, make_parser, run, summarise
-from ccq.bench.tables import beside, changed, newest, noted, quoted, row_kind
+from ccq.bench.results import COMPARED, NOTE, listed, make_parser, run, summarise
+from ccq.bench.tables import beside, changed, newest, noted, quoted
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
-from ccq.report.paper import load, numbers_of
-from ccq.report.table import Block, Cell, Row, Table, marks, scale_label
+from ccq.report.paper import load
+from ccq.report.table import Block, Cell, Row, Table, marks, row_kind, scale_label
 from ccq.systems import SYSTEMS, recipe_name
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train", __doc__, size="1.3b", lengths="2048,4096,8192,16384",
         tokens=(32768, "of a step (default: %(default)s)"), steps=(10, "that are timed (default: %(default)s)"),
         warmup=(3, "steps before (default: %(default)s)"), compile=False, activation_checkpointing=False,
-        note=(None, "kept in the result file"),
+        note=NOTE,
     )  # fmt: skip
     parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
     args = parser.parse_args(argv)
@@ -86,8 +86,7 @@ def measured(args) -> Iterator[dict]:
                 row |= measure(trainer, args.tokens, length, args.steps, args.warmup)
                 flops = info(model_config(config.model), length).train_flops
                 row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
-                told = numbers_of("training", system) if (args.size, length) == ("1.3b", 4096) else []
-                yield row | {"paper": told or None}
+                yield row
             del trainer
             gc.collect()
             torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from ccq.systems import SYSTEMS, compared, recipe_name
 TRAINED = compared("ccq-gla", "ccq-gla-open")  # a backbone, its control, and CCQ
 TRIO = {f"{system}-pico": system for system in compared("ccq-gla")}  # that ship
 STATE, LOG = "demo.json", "log.txt"
-FORMAT = 2  # of the results: they say what they are of
+LOUD = ("train", "regimes")  # commands that are seen at work
 
 
 @dataclass
@@ -61,26 +61,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """One part: where it writes, what decides its result, and the files that it leaves."""
+    """One part: the folder that it writes to, and the commands that make it, which with the weights of a model that
+    ships decide its result."""
 
     folder: str
     title: str
     seconds: int  # about, on two cores
-    make: Callable[[Settings, Path, str], None]  # with the folder to write to and the device
-    decides: dict[str, Any]
-    leaves: tuple[str, ...]
+    commands: tuple[str, ...] = ()  # of `ccq`, with {out} and {device}
+    weights: str | None = None
 
-    def entry(self, finished: bool) -> dict[str, Any]:
-        """What OUT/demo.json says of it; tuples as lists, as a file has them."""
-        return json.loads(json.dumps({"decides": self.decides, "finished": finished, "format": FORMAT}))
+    @property
+    def decides(self) -> list:
+        """What OUT/demo.json says of it once it is finished."""
+        return [*self.commands, self.weights]
 
     def finished(self, out: Path, record: dict[str, Any]) -> bool:
-        there = all((out / self.folder / name).exists() for name in self.leaves)
-        return there and record.get(self.folder) == self.entry(True) and damaged(out / self.folder) is None
+        there = (out / self.folder).is_dir() and damaged(out / self.folder) is None
+        return there and record.get(self.folder) == self.decides
 
 
 def read_record(out: Path) -> dict[str, Any]:
-    """{folder: the `entry` of its step} of OUT/demo.json."""
+    """{folder: what decided it} of the steps that are finished, from OUT/demo.json."""
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return dict(read(out / STATE)["steps"])
     return {}
@@ -107,96 +108,66 @@ def label(system: str) -> str:
 
 def plan(settings: Settings) -> list[Step]:
     """The steps in their order. Only models that ship are asked."""
-    made: tuple[str, ...] = ("scores.json", "scores.png", "scores.svg")
     title = "A needle among distractors: one read, constructed"
-    steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed, "steps": 2}, made)]
-    for system in settings.systems:
-        title = f"{label(system)} learns recall: {settings.steps} steps, then a test"
-        decides: dict[str, Any] = {"steps": settings.steps, "recall": settings.recall, "seed": settings.seed}
-        made = ("config.json", "log.jsonl", "eval/mqar.json")
-        steps.append(Step(recipe_name(system, "tiny"), title, 15, recall, decides, made))
-    needles = [settings.needle_lengths, settings.needle_samples, settings.answer_tokens]
-    weights = {}
-    for name in (name for name in TRIO if name in shipped.names()):
-        shipped.verify(shipped.root() / name)
-        files = shipped.manifest(shipped.root() / name)["files"]
-        weights[name] = files.get("model.safetensors", {}).get("sha256")
-        title = f"{name}, trained on text: needles, and perplexity by length"
-        decides = {"weights": weights[name], "needles": needles, "lengths": [settings.lengths, settings.tokens]}
-        steps.append(Step(name, title, 30, try_model, decides, ("niah.json", "length.json")))
-    if "ccq-gla-pico" in weights:
-        title = "ccq-gla-pico: do needle keys lie off the directions of most variance?"
-        decides = {"weights": weights["ccq-gla-pico"], "prompts": [settings.variants, settings.sentences]}
-        made = ("alignment_ccq_gla_pico.json", "alignment_ccq_gla_pico_depth.png")
-        steps.append(Step("alignment", title, 8, alignment, decides, made))
-    return steps
-
-
-# -- the parts ---------------------------------------------------------------------------------------------------------
-
-
-def three_regimes(settings: Settings, out: Path, device: str) -> None:
-    from ccq.demo import regimes
-
-    regimes.write(out, settings.seed)
-
-
-def recall(settings: Settings, run: Path, device: str) -> None:
-    """Train in the folder `run`, called <system>_tiny, and ask the model for keys in eval/ there.
-
-    The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps, so
-    that recall is learned in half a minute.
-    """
-    import torch
-
-    every, threads = max(1, settings.steps // 5), torch.get_num_threads()
+    steps = [Step("regimes", title, 5, (f"regimes {{out}} {settings.seed}",))]
+    # The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps, so
+    # that recall is learned in half a minute.
+    every, slices = max(1, settings.steps // 5), commas("x".join(map(str, part)) for part in settings.recall)
     train = (
         f"--model.conv-size 4 --model.num-hidden-layers 1 --steps {settings.steps} --seed {settings.seed} "
-        f"--optimizer.warmup {min(20, settings.steps)} --runtime.device {device} --runtime.no-tensorboard "
+        f"--optimizer.warmup {min(20, settings.steps)} --runtime.device {{device}} --runtime.no-tensorboard "
         f"--runtime.log-every 25 --runtime.checkpoint-every {every} --runtime.validate-every {every}"
     )
-    slices = commas("x".join(map(str, part)) for part in settings.recall)
-    test = f"--suite mqar --slices {slices} --seed {settings.seed} --device {device} --dtype float32"
-    if device == "cpu":
-        torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
-    try:
-        command(settings, f"train {run.name} {train}", "--run-dir", run)
-        command(settings, f"eval {test}", run, "--out", run / "eval")
-    finally:
-        torch.set_num_threads(threads)
-
-
-def try_model(settings: Settings, out: Path, device: str) -> None:
-    """The shipped model that the folder is called after, on needles and on the book."""
+    test = f"--suite mqar --slices {slices} --seed {settings.seed} --device {{device}} --dtype float32"
+    for system in settings.systems:
+        name, title = recipe_name(system, "tiny"), f"{label(system)} learns recall: {settings.steps} steps, then a test"
+        words = (f"train {name} --run-dir {{out}} {train}", f"eval {{out}} --out {{out}}/eval {test}")
+        steps.append(Step(name, title, 15, words))
+    weights = {}
     needles = (  # RULER's steps of 500 words exceed the shortest
         f"niah --tasks niah_single_1,niah_book --keys odd --sizing full --lengths {commas(settings.needle_lengths)} "
         f"--limit {settings.needle_samples} --answer-tokens {settings.answer_tokens}"
     )
     lengths = f"length --tasks book --lengths {commas(settings.lengths)} --tokens {settings.tokens}"
-    for suite in (needles, lengths):
-        command(settings, f"eval --device {device} --suite {suite}", shipped.root() / out.name, "--out", out)
-
-
-def alignment(settings: Settings, out: Path, device: str) -> None:
-    some = "" if settings.sentences is None else f"--sentences {settings.sentences}"
-    words = f"analyze alignment --device {device} --variants {settings.variants} {some}"
-    command(settings, words, shipped.root() / "ccq-gla-pico", "--out", out)
+    for name in (name for name in TRIO if name in shipped.names()):
+        shipped.verify(shipped.root() / name)
+        files = shipped.manifest(shipped.root() / name)["files"]
+        weights[name] = files.get("model.safetensors", {}).get("sha256")
+        title = f"{name}, trained on text: needles, and perplexity by length"
+        asked = (f"eval {{shipped}}/{name} --out {{out}} --device {{device}} --suite {x}" for x in (needles, lengths))
+        steps.append(Step(name, title, 30, tuple(asked), weights[name]))
+    if (name := "ccq-gla-pico") in weights:
+        title = f"{name}: do needle keys lie off the directions of most variance?"
+        some = "" if settings.sentences is None else f"--sentences {settings.sentences}"
+        prompts = f"--variants {settings.variants} {some}"
+        look = f"analyze alignment {{shipped}}/{name} --out {{out}} --device {{device}} {prompts}"
+        steps.append(Step("alignment", title, 8, (look,), weights[name]))
+    return steps
 
 
 def commas(values: Iterable[object]) -> str:
     return ",".join(map(str, values))
 
 
-def command(settings: Settings, words: str, *paths: str | Path) -> None:
-    """A command of `ccq` in this process; what it prints goes to the log, but for training. Progress is on stderr."""
-    name, *arguments = [*words.split(), *map(str, paths)]
-    module, _, main = COMMANDS[name][0].partition(":")
-    with contextlib.ExitStack() as quiet:
-        if name != "train":
-            log = quiet.enter_context((settings.out / LOG).open("a", encoding="utf-8"))
-            quiet.enter_context(contextlib.redirect_stdout(log))
-        if code := getattr(importlib.import_module(module), main)(arguments):
-            raise Stopped(code)
+def make(step: Step, out: Path, device: str) -> None:
+    """Run the commands of a step in this process. What they print goes to the log, but for LOUD; progress to stderr."""
+    import torch
+
+    paths, threads = {"out": out / step.folder, "shipped": shipped.root(), "device": device}, torch.get_num_threads()
+    if device == "cpu" and step.folder.endswith("_tiny"):
+        torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
+    try:
+        for words in step.commands:
+            name, *arguments = [word.format(**paths) for word in words.split()]
+            module, _, main = ("ccq.demo.regimes:main" if name == "regimes" else COMMANDS[name][0]).partition(":")
+            with contextlib.ExitStack() as quiet:
+                if name not in LOUD:
+                    log = quiet.enter_context((out / LOG).open("a", encoding="utf-8"))
+                    quiet.enter_context(contextlib.redirect_stdout(log))
+                if code := getattr(importlib.import_module(module), main)(arguments):
+                    raise Stopped(code)
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Stopped(Exception):
@@ -219,9 +190,6 @@ def interruptions() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
 def run(settings: Settings, fresh: bool = False) -> int:
     """Make what is not finished, then the page and the tables."""
     from rich.console import Console
@@ -235,11 +203,11 @@ def run(settings: Settings, fresh: bool = False) -> int:
     with folder.locked(out), interruptions() as got:
         record = read_record(out)
         if fresh:
-            for name in [*record, "report", STATE, LOG]:  # what this wrote, and nothing else
+            for name in {*record, *(step.folder for step in steps), "report", STATE, LOG}:  # this wrote, no other
                 remove(out / name)
             record = {}
         device = settings.device or best_device()
-        say(where_it_runs(device))
+        say("Using the GPU." if device.startswith("cuda") else f"Using the CPU: {os.cpu_count()} cores.")
         left = sum(step.seconds for step in steps if not step.finished(out, record))
         if not any(step.folder in TRIO for step in steps):
             say("The trained trio does not ship with this version: needles, lengths and alignment are left out.")
@@ -252,13 +220,11 @@ def run(settings: Settings, fresh: bool = False) -> int:
             say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
             if wrong := damaged(out / step.folder):
                 say(f"{wrong} is damaged: this part is made anew")
-            as_now = record.get(step.folder) in (None, step.entry(False), step.entry(True))
-            if wrong or not as_now:  # begun with other settings, or by an older version
-                remove(out / step.folder)  # before the record says that what lies there is this step's
-            record[step.folder] = step.entry(finished=False)
-            write_json(out / STATE, {"steps": record})
-            step.make(settings, out / step.folder, device)
-            record[step.folder] = step.entry(finished=True)
+            if record.pop(step.folder, step.decides) != step.decides or wrong:  # made with other settings
+                remove(out / step.folder)
+                write_json(out / STATE, {"steps": record})
+            make(step, out, device)
+            record[step.folder] = step.decides
             write_json(out / STATE, {"steps": record})
             if got:
                 raise KeyboardInterrupt
@@ -276,15 +242,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def where_it_runs(device: str) -> str:
-    import torch
-
-    if device.startswith("cuda"):
-        return f"Using the GPU: {torch.cuda.get_device_name(device)}."
-    used = "No GPU is used:" if torch.cuda.is_available() else "No GPU here: using the CPU,"
-    return f"{used} {os.cpu_count()} cores."
 
 
 def write_report(settings: Settings, steps: list[Step]) -> Path:
@@ -344,16 +301,6 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
         title = f"Perplexity on {told['title']} ({told['author']}, {told['year']}), by length in tokens"
         table(title, ship, "length.json", columns)
-    if any(step.folder == "alignment" for step in steps):
-        told = read(settings.out / "alignment" / "alignment_ccq_gla_pico.json")
-        gaps = told["points"]["projection"]["top"]["16"]
-        gap, control = gaps["unique"], gaps["planted"]["mean"]
-        if gap["mean"] is not None and control is not None:
-            console.print(
-                f"Alignment of needle keys with the top 16 directions, less that of the filler: {gap['mean']:+.3f}; "
-                f"below 0, as CCQ assumes, in {gap['negative_layers']} of {len(gap['by_layer'])} layers. Of planted "
-                f"things that nobody asks for: {control:+.3f}."
-            )
     for note in notes(settings, steps):
         console.print(note, markup=False)
     console.print(

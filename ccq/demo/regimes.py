@@ -17,6 +17,7 @@ R regimes, T stored keys, L values of lam, K key size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from torch.nn.functional import normalize
 
 import ccq
 from ccq import tables
-from ccq.files import write_json
 
 T, K = 512, 64
 NEEDLE = 170  # where the needle is stored
@@ -93,28 +93,8 @@ def clean(memory: Memory, step: str = "scaled") -> Result:
     )
 
 
-def as_dict(results: dict[str, Result], seed: int, backend: str) -> dict:
-    """What scores.json holds: the same for the same seed, so no dates and no times."""
-
-    def numbers(x: Tensor) -> list:
-        return [round(v, 6) for v in x.tolist()]
-
-    def margins(step: str, r: int) -> dict:
-        return {"margin": numbers(results[step].margin[r]), "rank": results[step].rank[r].tolist()}
-
-    made = {"ccq": ccq.__version__, "seed": seed, "backend": backend}
-    memory = {"tokens": T, "key_size": K, "needle": NEEDLE, "lam": LAM}
-    regimes = {}
-    for r, (name, title) in enumerate(REGIMES.items()):
-        scores, spectrum = results["scaled"].scores[r], results["scaled"].spectrum[r, :8]
-        regimes[name] = {"title": title, **margins("scaled", r), "spectrum": numbers(spectrum)}
-        regimes[name] |= {"scores_before": numbers(scores[0]), "scores_after": numbers(scores[-1])}
-        regimes[name]["projected"] = margins("projected", r)
-    return {**made, **memory, "regimes": regimes}
-
-
 def draw(results: dict[str, Result], folder: Path) -> None:
-    """scores.png and scores.svg: a row a regime, before, after the paper's step, and the margin against lam."""
+    """scores.png: a row a regime, before, after the paper's step, and the margin against lam."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -123,7 +103,7 @@ def draw(results: dict[str, Result], folder: Path) -> None:
 
     result, place = results["scaled"], torch.arange(1, T + 1)
     others = place != NEEDLE + 1
-    plain = {"axes.grid": False, "axes.titlesize": 9, "axes.titleweight": "normal", "svg.fonttype": "path"}
+    plain = {"axes.grid": False, "axes.titlesize": 9, "axes.titleweight": "normal"}
     with matplotlib.rc_context(STYLE | plain):
         figure = Figure(figsize=(10, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.08))
         panels = figure.subplots(len(REGIMES), 3, sharex="col", sharey="col", width_ratios=(1.25, 1.25, 1))
@@ -150,10 +130,9 @@ def draw(results: dict[str, Result], folder: Path) -> None:
         handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3)
         figure.savefig(folder / "scores.png", dpi=160)
-        figure.savefig(folder / "scores.svg", metadata={"Date": None})
 
 
-def show(results: dict[str, Result], backend: str) -> None:
+def show(results: dict[str, Result]) -> None:
     """The table, and what may and may not be concluded from it."""
     from rich.console import Console
 
@@ -176,19 +155,14 @@ def show(results: dict[str, Result], backend: str) -> None:
         "tell. A lam of the projected step is a share of what q has along Sigma q, so the same lam takes more away; in "
         "the third regime it mostly shortens q, which the norm behind a model's memory takes out again."
     )
-    status = ccq.backends("cpu", torch.float32)
-    console.print(f"Ran on the CPU in float32 with backend {backend!r} ({status[backend].why}).")
-    for other in status.values():
-        if not other.runs:
-            console.print(f"Not with {other.name!r}: {other.why}.")
 
 
-def write(out: Path, seed: int) -> None:
-    """OUT/scores.json, .png and .svg, and the table on the screen."""
-    backend = next(status.name for status in ccq.backends("cpu", torch.float32).values() if status.chosen)
+def main(argv: Sequence[str]) -> int:
+    """Given OUT and a seed: OUT/scores.png, and the table on the screen."""
+    out, seed = Path(argv[0]), int(argv[1])
     memory = make_memory(seed)
     results = {step: clean(memory, step) for step in STEPS}
     out.mkdir(parents=True, exist_ok=True)
     draw(results, out)
-    write_json(out / "scores.json", as_dict(results, seed, backend))
-    show(results, backend)
+    show(results)
+    return 0

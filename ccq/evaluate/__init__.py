@@ -8,7 +8,6 @@ import textwrap
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers,
 from ccq.files import finite, write_json
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
-from ccq.systems import Identity
 
 __all__ = ["ContextWarning", "EvaluationError", "Options", "Suite", "evaluate", "suites"]
 
@@ -69,32 +67,20 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
             raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
         responses = Responses(answers_path, {})
         check_replaced(done, asked, responses, options.out)
-        return finish(its, asked, responses, options, tokenizer, name)
+        return finish(its, asked, responses, options, tokenizer)
     check_fits(model, asked)
     if options.again:  # only now: what is finished stays where the new run cannot begin
         answers_path.unlink(missing_ok=True)
         result_path.unlink(missing_ok=True)
-    identity: dict[str, Any] = {
-        "model_hash": results.model_hash(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "lam": results.lam_changed(model),
-    }
+    identity = results.describe(model, name)
     if (
         done
         and done["samples"]["hash"] == asked.hash()
         and done["limit"] == asked.settings["limit"]
-        and done["model"]["hash"] == identity["model_hash"]
-        and done["model"].get("lam", identity["lam"]) == identity["lam"]
+        and all(done["model"][what] == identity["model"][what] for what in ("hash", "lam"))
     ):
         print(f"{suite}: finished already, {result_path}; --again runs it again")
         return done
-    size = sum(p.numel() for p in model.parameters())
-    identity |= {
-        "model": name,
-        "class": type(model).__name__,
-        "parameters": size,
-        "of": results.identity_of(model, name),
-    }
     if stage == "score":
         identity["origin"] = provenance()
     responses = Responses(answers_path, identity)
@@ -105,7 +91,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     if stage == "score":
         print(f"Wrote {answers_path}")
         return None
-    return finish(its, asked, responses, options, tokenizer, name)
+    return finish(its, asked, responses, options, tokenizer)
 
 
 def ask(model, asked: RequestSet, responses: Responses, options: Options) -> None:
@@ -120,7 +106,7 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
         return
     if len(todo) < len(each):
         print(f"{asked.suite}: resumed, {len(each) - len(todo)} of {len(each)} answered before")
-    engine = Engine(model, batch_size=options.batch_size, prefill=options.prefill)
+    engine = Engine(model, batch_size=options.batch_size)
     longest, context = asked.longest() - 1, getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and longest > context and not engine.recurrent:
         told = f"the longest request has {longest} tokens, and the config of {type(model).__name__} names {context}"
@@ -140,13 +126,11 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
         finally:  # interrupted or failed: what was answered stays
             if waiting:
                 responses.add(waiting)
-    if engine.shared.contexts or engine.shared.used:
-        responses.add([{"key": "shared_prefill", **vars(engine.shared)}])
 
 
 def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, out: Path) -> None:
     """A finished result gives way to one that asks more, not to one that leaves out what it asked."""
-    left = responses.answers.keys() - {asked.key(request) for request in asked.requests} - {"shared_prefill"}
+    left = responses.answers.keys() - {asked.key(request) for request in asked.requests}
     if done and (left or not responses.answers):  # without answers nobody knows what it asked
         differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
         differ = differ or ["another model"]
@@ -176,7 +160,7 @@ def check_fits(model, asked: RequestSet) -> None:
         )
 
 
-def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options, tokenizer, name) -> dict:
+def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options, tokenizer) -> dict:
     """Score the answers, and write OUT/SUITE.json and OUT/SUITE.jsonl."""
     keys = [asked.key(request) for request in asked.requests]
     missing = sum(key not in responses.answers for key in keys)
@@ -188,13 +172,10 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
     for row in rows:
         if "prompt_hash" not in row:
             row["prompt_hash"] = by_id.get(row["id"]) or by_id[row["id"].rpartition("/")[0]]
-    identity = {"model": name} | responses.identity
     seconds = sum(responses.answers[key]["seconds"] for key in dict.fromkeys(keys))
-    model = {"name": identity["model"], "hash": identity.get("model_hash")}
-    model |= {what: identity.get(what) for what in ("dtype", "class", "parameters", "lam")}
     result = {
         "suite": its.name,
-        "identity": identity.get("of") or asdict(Identity(identity["model"])),
+        "identity": responses.identity["of"],
         "finished": True,
         "limit": asked.settings["limit"],
         "quick_look": asked.settings["limit"] is not None,
@@ -202,17 +183,15 @@ def finish(its: Suite, asked: RequestSet, responses: Responses, options: Options
         "samples": {"hash": asked.hash(), "count": len(rows), "requests": len(keys)},
         "settings": asked.settings | {"max_length": asked.longest()},
         "notes": asked.notes,
-        "model": model,
+        "model": responses.identity["model"],
         "tokenizer": {"hash": asked.settings["tokenizer_hash"]},
         "seconds": seconds,
         "samples_per_second": len(set(keys)) / seconds if seconds else None,
         **provenance(),
     }
     if options.stage == "metrics":  # the origin above is that of the last stage: these say what was asked, and of whom
-        stages = {"requests": asked.origin, "score": identity.get("origin")}
+        stages = {"requests": asked.origin, "score": responses.identity.get("origin")}
         result["stages"] = {stage: origin for stage, origin in stages.items() if origin}
-    if shared := responses.answers.get("shared_prefill"):
-        result["shared_prefill"] = {k: v for k, v in shared.items() if k != "key"}
     results.write_rows(options.out / f"{its.name}.jsonl", rows)
     write_json(options.out / f"{its.name}.json", result)
     print(table(result))
@@ -233,9 +212,6 @@ def table(result: dict) -> str:
         marks = ", ".join(filter(None, (f"n={score['n']}", score.get("metric"), few, note)))
         lines.append(f"  {name:<{width}}  {point:>9}  {interval:<20} {marks}")
     return "\n".join([*lines, *(f"  note: {note}" for note in result["notes"])])
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def make_parser() -> argparse.ArgumentParser:

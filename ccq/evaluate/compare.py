@@ -14,7 +14,7 @@ import numpy as np
 
 from ccq.evaluate import sources, statistics
 from ccq.evaluate.requests import EvaluationError
-from ccq.evaluate.statistics import LEAST_UNITS, Z, by_unit, grouped, percentiles, value
+from ccq.evaluate.statistics import LEAST_UNITS, Z, by_group, by_unit, percentiles, value
 from ccq.files import read_json, replaceable, stored, write_json
 
 HOW = ("sizing", "keys", "seed", "max_new_tokens", "vocabulary", "tokens")  # settings that decide what a score means
@@ -40,7 +40,7 @@ def samples_of(path: Path, result: dict) -> dict[str, list[dict]]:
     rows = sources.rows(lines, ["id", "group", "score"])
     if len(rows) != (count := result["samples"].get("count", len(rows))):
         raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
-    return grouped(rows)
+    return by_group(rows)
 
 
 @dataclass(frozen=True)

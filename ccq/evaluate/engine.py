@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,48 +25,29 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ccq.evaluate.requests import Request, RequestSet
-from ccq.evaluate.statistics import grouped
+from ccq.names import grouped
 
 GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
-MEASURED = 4  # batches in which both ways of prefill are run, the first to warm up
 LOGITS = 2**26  # elements of the largest block of logits: 256 MB in fp32
-PREFILLS = ("auto", "plain", "shared")
-
-
-@dataclass
-class SharedPrefill:
-    """What sharing the prefill of equal contexts measured, on the first batches of such requests."""
-
-    plain_seconds: float = 0.0
-    shared_seconds: float = 0.0
-    contexts: int = 0
-    largest_difference: float = 0.0  # of a log-likelihood
-    changed_answers: int = 0  # contexts whose likeliest continuation differs
-    used: bool | None = None  # None: not decided
 
 
 @dataclass
 class Engine:
-    """Answers requests. `prefill` is for those with one context and several continuations: "shared" runs the context
-    once, "plain" each request whole, "auto" times both on the first batches and takes the faster."""
+    """Answers requests."""
 
     model: Any  # a causal LM on its device
     batch_size: int | None = None  # sequences a batch; None takes as many as fit `batch_tokens`
     batch_tokens: int = 0  # padded tokens that are run at once; 0 is 32,768 on a GPU and 4,096 elsewhere
-    prefill: str = "auto"
     chunk: int = 2048  # tokens a piece in which a window is run where the model's cache does not grow with its length
-    shared: SharedPrefill = field(default_factory=SharedPrefill)
 
     def __post_init__(self) -> None:
         self.model.eval()
         self.device = next(self.model.parameters()).device
         self.batch_tokens = self.batch_tokens or (32_768 if self.device.type == "cuda" else 4_096)
         self.body, self.head = parts(self.model, self.device)
-        self.continues, self.recurrent = cache_properties(self.body, self.device)
-        self.pads = self.recurrent and padding_is_nothing(self.body, self.device)
+        self.recurrent, self.pads = cache_properties(self.body, self.device)
         # on a GPU kernels compile and tune anew for each size of a batch (fla's cumsum), and steps are captured for one
         self.few_sizes = self.device.type == "cuda" and self.batch_size is None
-        self._measured = 0
 
     def run(self, asked: RequestSet, requests: Sequence[Request] | None = None) -> Iterator[tuple[Request, dict]]:
         """Answer each of `requests` (all of `asked` unless given), batch by batch, in an order of its own.
@@ -77,9 +58,11 @@ class Engine:
             argmax     tokens: [int] a position
         """
         requests = asked.requests if requests is None else requests
-        by_kind = {"score": [], "generate": [], "argmax": []} | grouped(requests, lambda request: request.kind)
+        by_kind: dict[str, list[Request]] = {"score": [], "generate": [], "argmax": []}
+        by_kind |= grouped(requests, lambda request: request.kind)
         assert len(by_kind) == 3, "a request of unknown kind"
-        yield from self._run_scores(asked, by_kind["score"])
+        for batch in self.batches(by_kind["score"], chunk=self.chunk if self.recurrent else sys.maxsize):
+            yield from self._timed(self._score, asked, batch)
         for batch in self.batches(by_kind["argmax"]):
             yield from self._timed(self._argmax, asked, batch)
         groups = grouped(by_kind["generate"], lambda r: (0 if self.pads else r.length, r.max_new, r.min_new, r.stop))
@@ -92,22 +75,14 @@ class Engine:
     ) -> Iterator[list[Request]]:
         """Longest first, so many as `batch_size` or so many times `batch_tokens` allows; `chunk` where requests are run
         in pieces of so many tokens: of a long one no more than a piece counts."""
-
-        def fit(longest: Request) -> int:
-            return self.batch_size or times * self.batch_tokens // max(1, min(longest.length + extra, chunk))
-
-        return self._cut(sorted(requests, key=lambda request: (-request.length, request.begin)), fit)
-
-    def _cut(self, waiting: list, fit: Callable[[Any], int]) -> Iterator[list]:
-        """Batches of as many as `fit` says of the first of each."""
+        waiting = sorted(requests, key=lambda request: (-request.length, request.begin))
         while waiting:
-            size = self.even(min(max(1, fit(waiting[0])), len(waiting)))
+            fit = self.batch_size or times * self.batch_tokens // max(1, min(waiting[0].length + extra, chunk))
+            size = min(max(1, fit), len(waiting))
+            if self.few_sizes:  # the largest power of two that fits
+                size = 1 << (size.bit_length() - 1)
             yield waiting[:size]
             waiting = waiting[size:]
-
-    def even(self, size: int) -> int:
-        """The largest power of two up to `size`, where sizes should be few."""
-        return 1 << (size.bit_length() - 1) if self.few_sizes else size
 
     def _timed(self, answer, asked: RequestSet, batch: list) -> Iterator[tuple[Request, dict]]:
         begin = time.perf_counter()
@@ -129,66 +104,6 @@ class Engine:
         half = len(batch) // 2
         return self._halving(answer, asked, batch[:half]) + self._halving(answer, asked, batch[half:])
 
-    # scores
-
-    def _run_scores(self, asked: RequestSet, requests: Sequence[Request]) -> Iterator[tuple[Request, dict]]:
-        plain, grouped = self._split(asked, requests)
-        for contexts in self._context_batches(grouped):
-            if self.shared.used is None and self.prefill == "auto":
-                self._measure(asked, contexts)
-            if self.prefill == "shared" or (self.prefill == "auto" and self.shared.used):
-                self.shared.used = True
-                yield from self._timed(self._score_shared, asked, contexts)
-            else:
-                plain += [request for group in contexts for request in group]
-        for batch in self.batches(plain, chunk=self.chunk if self.recurrent else sys.maxsize):
-            yield from self._timed(self._score, asked, batch)
-
-    def _split(self, asked: RequestSet, requests: Sequence[Request]) -> tuple[list[Request], list[list[Request]]]:
-        """Requests to score one by one, and groups of one context that is longer than each continuation."""
-        if self.prefill == "plain" or not self.continues:
-            return list(requests), []
-        plain, groups = [], []
-        for group in grouped(requests, lambda request: asked.of(request)[: request.context].tobytes()).values():
-            if len(group) > 1 and all(2 * request.context > request.length for request in group):
-                groups.append(group)
-            else:
-                plain += group
-        return plain, groups
-
-    def _context_batches(self, groups: list[list[Request]]) -> Iterator[list[list[Request]]]:
-        """Groups whose contexts are equally long, so that the prefill needs no padding."""
-
-        def fit(group: list[Request]) -> int:
-            tokens = sum(request.length for request in group)
-            return self.batch_size // len(group) if self.batch_size else self.batch_tokens // tokens
-
-        for _, same in sorted(grouped(groups, lambda group: group[0].context).items(), reverse=True):
-            yield from self._cut(same, fit)
-
-    def _measure(self, asked: RequestSet, contexts: list[list[Request]]) -> None:
-        """Run both ways on this batch; decide after MEASURED batches.
-
-        Each batch has contexts of another length, so what a kernel spends on a new length is counted.
-        """
-        requests = [request for group in contexts for request in group]
-        found: dict[str, dict[str, dict]] = {}
-        for name, answer, batch in (("plain", self._score, requests), ("shared", self._score_shared, contexts)):
-            begin = time.perf_counter()
-            found[name] = {r.id: row for r, row in self._halving(answer, asked, batch)}  # on the CPU: a GPU is done
-            seconds = time.perf_counter() - begin if self._measured else 0.0
-            setattr(self.shared, f"{name}_seconds", getattr(self.shared, f"{name}_seconds") + seconds)
-        for group in contexts:
-            pairs = [(sum(found["plain"][r.id]["nll"]), sum(found["shared"][r.id]["nll"])) for r in group]
-            difference = max(abs(a - b) for a, b in pairs)
-            self.shared.largest_difference = max(self.shared.largest_difference, difference)
-            best = [min(range(len(pairs)), key=lambda i: pairs[i][way]) for way in (0, 1)]
-            self.shared.changed_answers += best[0] != best[1]
-        self.shared.contexts += len(contexts)
-        self._measured += 1
-        if self._measured == MEASURED:
-            self.shared.used = self.shared.shared_seconds < self.shared.plain_seconds
-
     def _score(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         """Whole sequences, right-padded; in pieces of `chunk` tokens with a recurrent cache, so memory is flat in T."""
         tokens = [ids_of(asked, request) for request in batch]
@@ -203,25 +118,6 @@ class Engine:
             states, cache = self.states(inputs[:, piece], cache, keep=length > step)
             rows, columns = wanted[:, piece].nonzero(as_tuple=True)
             found.append(self.losses(states, rows, columns, targets[:, piece][rows, columns]))
-        return scored(batch, found)
-
-    def _score_shared(self, asked: RequestSet, groups: list[list[Request]]) -> list[tuple[Request, dict]]:
-        """Each context once, then its continuations from the cache, expanded."""
-        contexts = np.stack([asked.of(group[0])[: group[0].context] for group in groups]).astype(np.int64)
-        states, cache = self.states(torch.from_numpy(contexts), None, keep=True)
-        batch = [request for group in groups for request in group]
-        owner = torch.tensor([row for row, group in enumerate(groups) for _ in group])
-        continuations = [ids_of(asked, request)[request.context :] for request in batch]
-        tokens = pad_sequence(continuations, batch_first=True)  # [B, T]
-        last = torch.full_like(owner, states.shape[1] - 1)
-        found = [(torch.arange(len(batch)), *self.losses(states, owner, last, tokens[:, 0])[1:])]
-        if tokens.shape[1] > 1:
-            more = self.even(2 * len(batch) - 1) - len(batch) if self.few_sizes else 0  # rows that nobody asked for
-            cache.reorder_cache(pad(owner, (0, more)).to(self.device))
-            states, _ = self.states(pad(tokens[:, :-1], (0, 0, 0, more)), cache)
-            counts = torch.tensor([[len(x) - 1] for x in continuations])
-            rows, columns = (torch.arange(tokens.shape[1] - 1) < counts).nonzero(as_tuple=True)
-            found.append(self.losses(states, rows, columns, tokens[rows, columns + 1]))
         return scored(batch, found)
 
     def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
@@ -257,8 +153,6 @@ class Engine:
             at = slice(begin, begin + step)
             picked = states[rows[at].to(states.device), columns[at].to(states.device)]
             yield (picked if self.head is None else self.head(picked)).float(), at
-
-    # the other two kinds
 
     def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         states, _ = self.states(self.padded([ids_of(asked, request) for request in batch]))
@@ -341,49 +235,34 @@ def parts(model: Any, device: torch.device) -> tuple[Any, Any]:
 
 @torch.inference_mode()
 def cache_properties(body: torch.nn.Module, device: torch.device) -> tuple[bool, bool]:
-    """(whether more than one token may follow from the cache and rows be expanded, whether it keeps its size).
+    """(whether more than one token may follow from the cache and it keeps its size; whether padding on the left, which
+    the mask names, is nothing to such a model).
 
-    The first is measured: with the cache, the second half of 24 tokens must come out as it does in one go, at least ten
-    times nearer than without the cache.
-    """
-    ids = torch.arange(24, device=device)[None] % 97
-    try:
-        truth = output(body(ids, use_cache=False))[:, 12:].float()
-        apart = output(body(ids[:, 12:], use_cache=False)).float()
-        cache = body(ids[:, :12], use_cache=True).past_key_values
-        size = cache_bytes(cache)
-        cache.reorder_cache(torch.zeros(2, dtype=torch.long, device=device))  # two rows of one
-        out = body(ids[:, 12:].expand(2, -1), past_key_values=cache, use_cache=True)
-        ours = output(out).float()
-        grown = cache_bytes(out.past_key_values)
-    except Exception:  # no such cache, or one that takes a single token: then nothing is shared or cut
-        return False, False
-    error, scale = (ours - truth).norm() / 2**0.5, (apart - truth).norm()
-    continues = bool(error <= 0.1 * scale)
-    return continues, continues and grown == 2 * size
-
-
-@torch.inference_mode()
-def padding_is_nothing(body: torch.nn.Module, device: torch.device) -> bool:
-    """Whether sequences that the mask says are padded on the left come out as they do alone, and go on from the cache.
-
-    Measured as `cache_properties` measures: 12 tokens beside 24, and 8 more of each from the cache, at least ten times
-    nearer to those of the shorter one alone than they come out if the padding counts.
+    Measured on 24 tokens and 8 more from the cache, with 12 of padding for the second: these must come out as in one go
+    without padding, at least ten times nearer than they do without the cache, or if the padding counts.
     """
     ids = torch.arange(32, device=device)[None] % 97
     short = pad(ids[:, 12:], (12, 0))
-    both = torch.cat([ids, short])
-    mask = torch.ones_like(both)
+    both, mask = torch.cat([ids, short]), torch.ones(2, 32, dtype=torch.long, device=device)
     mask[1, :12] = 0
-    try:
-        truth = output(body(ids[:, 12:], use_cache=False))[0].float()
-        counted = output(body(short, use_cache=False))[0, 12:].float()
+
+    def near(ours: Tensor, truth: Tensor, otherwise: Tensor) -> bool:
+        return bool((ours - truth).float().norm() <= 0.1 * (otherwise - truth).float().norm())
+
+    recurrent = False
+    with suppress(Exception):  # no such cache, one for single tokens, no masks: then nothing is cut, or padded
+        first = body(ids[:, :24], use_cache=True).past_key_values
+        size = cache_bytes(first)
+        then = body(ids[:, 24:], past_key_values=first, use_cache=True)
+        whole, apart = (output(body(x, use_cache=False)) for x in (ids, ids[:, 24:]))
+        goes_on = near(output(then), whole[:, 24:], apart)
+        recurrent = goes_on and cache_bytes(then.past_key_values) == size
         out = body(both[:, :24], attention_mask=mask[:, :24], use_cache=True)
         more = body(both[:, 24:], attention_mask=mask, past_key_values=out.past_key_values, use_cache=True)
-    except Exception:  # no masks, or no such cache: then nothing is padded
-        return False
-    ours = torch.cat([output(out)[1, 12:], output(more)[1]]).float()
-    return bool((ours - truth).norm() <= 0.1 * (counted - truth).norm())
+        ours = torch.cat([output(out)[1, 12:], output(more)[1]])
+        alone, counted = (output(body(x, use_cache=False)) for x in (ids[:, 12:], short))
+        return recurrent, recurrent and near(ours, alone[0], counted[0, 12:])
+    return recurrent, False
 
 
 def cache_bytes(thing, seen: set | None = None) -> int:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ccq.evaluate import sources
-from ccq.evaluate.engine import PREFILLS
 from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
 from ccq.evaluate.statistics import average, summary
-from ccq.evaluate.suite import Option, Suite, max_lengths_option
+from ccq.evaluate.suite import Suite, max_lengths_option
 
 
 class Task(NamedTuple):
@@ -253,10 +252,7 @@ SUITE = Suite(
     help="lm-evaluation-harness: seven zero-shot tasks, LAMBADA, WikiText",
     build=build,
     metrics=metrics,
-    options=(
-        max_lengths_option(",".join(map(str, MAX_LENGTHS))),
-        Option("prefill", "contexts with several continuations", choices=PREFILLS, default="auto"),
-    ),
+    options=(max_lengths_option(",".join(map(str, MAX_LENGTHS))),),
     tasks=tuple(TASKS),
     data=tuple(task.stem for task in TASKS.values()),
     packages=("lm_eval", "datasets"),

@@ -19,7 +19,7 @@ import numpy as np
 
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
-from ccq.evaluate.statistics import LEAST_UNITS, grouped, summary
+from ccq.evaluate.statistics import LEAST_UNITS, by_group, summary
 from ccq.evaluate.suite import Option, Suite, lengths_option, positive
 from ccq.shipped import book
 
@@ -143,7 +143,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
             row: dict = {"id": f"{request.id}/{document}", "group": group, "unit": document, "window": int(number)}
             rows.append({**row, "score": nll, "weight": count, "output": nll / count})
     scores: dict[str, dict] = {}
-    for group, mine in grouped(rows).items():
+    for group, mine in by_group(rows).items():
         score = summary(mine, "perplexity")
         score["n"] = windows = len({row["window"] for row in mine})
         few = windows < FEW or score["units"] < LEAST_UNITS

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
-from ccq.evaluate.statistics import average, grouped, summary
+from ccq.evaluate.statistics import average, by_group, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
 
 FIELDS = ["input", "context", "answers", "all_classes", "dataset"]
@@ -177,7 +177,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         result = score(meta["task"], output, meta["answers"], meta["classes"])
         group = f"{meta['task']}/{meta['max_length']}"
         rows.append({"id": request.id, "group": group, "output": output, "score": result})
-    groups, asked_for = grouped(rows), asked.settings["tasks"]
+    groups, asked_for = by_group(rows), asked.settings["tasks"]
     scores = {name: summary(mine) for name, mine in groups.items()}
     lists = {"average": PAPERS, "average of LongBench's English": ENGLISH}
     whole = {name: tasks for name, tasks in lists.items() if set(tasks) <= set(asked_for)}

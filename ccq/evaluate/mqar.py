@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
-from ccq.evaluate.statistics import average, grouped, summary
+from ccq.evaluate.statistics import average, by_group, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 
 VOCABULARY, SAMPLES = 8192, 1000  # zoology's
@@ -95,7 +95,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         right = [int(a == b) for a, b in zip(answer["tokens"], request.meta["answers"], strict=True)]
         row = {"id": request.id, "group": request.id.split("/")[0], "output": answer["tokens"]}
         rows.append(row | {"score": sum(right), "weight": len(right)})
-    groups = grouped(rows)
+    groups = by_group(rows)
     scores = {name: summary(mine) for name, mine in groups.items()}
     if len(groups) > 1:
         scores["average"] = average(groups)

@@ -8,7 +8,7 @@ scripts/data/synthetic, and scripts/eval); two things need not be:
   of 1K are half as long. "full": for each sample the largest that fits with the 128 tokens of the answer (or more,
   where more are asked for). "lm-eval": what lm-evaluation-harness 0.4.13 builds, in the same steps.
 - Samples are drawn by our counter-based generator: sample i of (seed, task, length) is the same whatever ran before and
-  on every machine. They are frozen in a file whose hash is in the result.
+  on every machine. What they are made of is in the result, and a hash of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import functools
 import hashlib
 import importlib.metadata
 import itertools
-import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +29,9 @@ from ccq.data.counter import bits, key_of
 from ccq.data.needles import is_training_key, is_training_value, words
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
-from ccq.evaluate.results import tokenizer_hash, write_rows
-from ccq.evaluate.statistics import grouped, summary
+from ccq.evaluate.statistics import by_group, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
+from ccq.names import grouped
 from ccq.shipped import book
 
 TASKS = {  # name: (haystack, values)
@@ -106,6 +105,12 @@ def draw(
 
 class Haystack:
     """Text of `size` units with a needle in it: noise sentences, a line each, or words of the essays or of a book."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Haystack) and (self.kind, self.versions) == (other.kind, other.versions)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, *self.versions.values()))
 
     def __init__(self, kind: str, data: Path | None) -> None:
         self.kind = kind
@@ -282,28 +287,31 @@ class Sizer:
 
 
 def build(options, tokenizer) -> RequestSet:
-    """Draw (or read, where they are frozen) the samples, and ask for the needle."""
+    """Draw the samples, and ask for the needle."""
     tasks, lengths = list(options.tasks or TASKS), list(options.lengths or LENGTHS)
     count, new = min(SAMPLES, options.limit or SAMPLES), options.answer_tokens or ANSWER
-    builder, hashes, fill = Builder(), {}, {}
+    answer = max(ANSWER, new)  # a shorter one leaves the prompts as RULER's are
+    builder, fill = Builder(), {}
+    made_of = {"generator": str(GENERATOR), "words": sha256("\n".join(itertools.chain(*words())))}
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for task in tasks:
         haystack = Haystack(KNOWN[task][0], options.data)
+        made_of |= haystack.versions
         for length in lengths:
             group = f"{task}/{length}"
-            rows, hashes[group] = frozen(task, length, count, options, tokenizer, haystack)
-            fill[group] = min(row["tokens"] + new for row in rows) / length
-            for row in rows:
-                tokens = tokenizer(row["prompt"]).input_ids
-                meta = {"answer": row["answer"], "depth": row["depth"], "group": group}
-                builder.add(f"{group}/{row['index']}", "generate", tokens, max_new=new, stop=stop, meta=meta)
+            how = (options.seed, options.sizing, options.keys, answer)
+            drawn = samples(haystack, task, length, count, *how, tokenizer)
+            fill[group] = min(len(tokens) + new for tokens, _, _ in drawn) / length
+            for index, (tokens, value, depth) in enumerate(drawn):
+                meta = {"answer": value, "depth": depth, "group": group}
+                builder.add(f"{group}/{index}", "generate", tokens, max_new=new, stop=stop, meta=meta)
     settings = {
         "tasks": tasks,
         "lengths": lengths,
         "samples": count,
         **{name: getattr(options, name) for name in ("seed", "sizing", "keys")},
         "max_new_tokens": new,
-        "sample_files": hashes,
+        "made_of": made_of,
         "least_filled": fill,
     }
     least = f"{100 * min(fill.values()):.1f}%"
@@ -317,41 +325,19 @@ def build(options, tokenizer) -> RequestSet:
     return builder.done("niah", settings, notes)
 
 
-def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Haystack) -> tuple[list[dict], str]:
-    """The samples of (task, length), from their file where it is whole and of the same making; and its hash."""
-    header = {
-        "task": task,
-        "length": length,
-        **{name: getattr(options, name) for name in ("seed", "sizing", "keys")},
-        "samples": count,
-        "generator": GENERATOR,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "wonderwords": importlib.metadata.version("wonderwords"),
-        "words": sha256("\n".join(itertools.chain(*words()))),
-        **haystack.versions,
-    }
-    answer = max(ANSWER, options.answer_tokens or 0)  # a shorter one leaves the prompts as RULER's are
-    if answer != ANSWER:
-        header["answer"] = answer
-    made_of = sha256(json.dumps(header, sort_keys=True))
-    path = options.out / "samples" / f"{task}-{length}-{count}-{made_of[:12]}.jsonl"
-    if not path.exists():
-        counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
-        drawn = functools.partial(draw, task, length, seed=options.seed, keys=options.keys, word_lists=words())
-        sizer = Sizer(task, length, options.sizing, haystack, counted, drawn, answer)
-        rows = []
-        for index in range(count):
-            needle, size = sizer.sample(index)
-            prompt, depth = render(task, haystack, size, needle)
-            row = {"index": index, "prompt": prompt, "answer": needle.value, "key": needle.key, "depth": depth}
-            rows.append(row | {"size": size, "tokens": counted(prompt)})
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        write_rows(path, [header | {"sha256": sha256("\n".join(lines))}, *rows])
-    text = path.read_text(encoding="utf-8")
-    first, *lines = text.removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
-    if json.loads(first) != header | {"sha256": sha256("\n".join(lines))}:
-        raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
-    return [json.loads(line) for line in lines], sha256(text)
+@functools.lru_cache(maxsize=16)  # `ccq analyze intervene` asks the same of one model again and again
+def samples(
+    haystack: Haystack, task: str, length: int, count: int, seed: int, sizing: str, keys: str, answer: int, tokenizer
+) -> list[tuple[np.ndarray, str, float]]:
+    """Tokens of the prompt, answer and depth of each sample of (task, length)."""
+    counted = functools.lru_cache(maxsize=4096)(lambda text: len(tokenizer(text).input_ids))
+    drawn = functools.partial(draw, task, length, seed=seed, keys=keys, word_lists=words())
+    sizer = Sizer(task, length, sizing, haystack, counted, drawn, answer)
+    made = []
+    for needle, size in map(sizer.sample, range(count)):
+        prompt, depth = render(task, haystack, size, needle)
+        made.append((np.asarray(tokenizer(prompt).input_ids, np.int32), needle.value, depth))
+    return made
 
 
 def sha256(text: str) -> str:
@@ -376,7 +362,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
         score = match(output, request.meta["answer"])
         rows.append({"id": request.id, "group": group, "output": output, "score": score, "depth": depth})
     scores = {}
-    for group, mine in grouped(rows).items():
+    for group, mine in by_group(rows).items():
         tenths = sorted(grouped(mine, lambda row: min(9, int(row["depth"] // 10))).items())
         by_depth = {f"{10 * at}-{10 * at + 10}%": summary(some) for at, some in tenths}
         scores[group] = {**summary(mine), "by_depth": by_depth}

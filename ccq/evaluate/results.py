@@ -4,7 +4,6 @@ SUITE.json              scores with intervals, what was asked (hash), of which m
 SUITE.jsonl             a line a sample: prompt hash, output, score
 requests/SUITE.npz      what the model is asked
 responses/SUITE.jsonl   what it answered, appended as it answers: a run that was killed goes on from here
-samples/                frozen samples, where they are drawn
 """
 
 from __future__ import annotations
@@ -82,6 +81,13 @@ def identity_of(model: torch.nn.Module, name: str) -> dict:
     return dataclasses.asdict(Identity(**told).varied(words))
 
 
+def describe(model: torch.nn.Module, name: str) -> dict:
+    """Whose answers they are: what a result says of its model, and what it is `of`."""
+    told: dict[str, Any] = {"name": name, "hash": model_hash(model), "dtype": str(model.dtype).removeprefix("torch.")}
+    told |= {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    return {"model": told | {"lam": lam_changed(model)}, "of": identity_of(model, name)}
+
+
 def tokenizer_hash(tokenizer) -> str | None:
     """Hash of all that decides how text becomes tokens."""
     if tokenizer is None:
@@ -114,8 +120,8 @@ def read_result(out: Path, suite: str) -> dict | None:
 class Responses:
     """The answers so far, by request key, in a file that only grows.
 
-    Its first line says whose answers they are (`identity`: model, dtype). Answers of another model are refused by name,
-    never mixed. A line cut short by a kill is dropped.
+    Its first line says whose answers they are (`describe`). Those of another model are refused by name, never mixed; {}
+    takes any. A line cut short by a kill is dropped.
     """
 
     def __init__(self, path: Path, identity: dict) -> None:
@@ -126,14 +132,14 @@ class Responses:
         try:
             rows = [json.loads(line) for line in whole.decode().splitlines()] or [{"identity": identity}]
             theirs = rows[0]["identity"]
+            told = {name: theirs["model"][name] for name in ("hash", "dtype", "lam") if identity}
         except (json.JSONDecodeError, KeyError) as error:
             raise EvaluationError(f"{path} is damaged ({error}): run with --again to start it over") from error
-        for name in ("model_hash", "dtype", "lam"):
-            expected = theirs.get(name, identity.get(name))  # of an older version's file: not told
-            if identity.get(name, expected) != expected:
+        for name, expected in told.items():
+            if identity["model"][name] != expected:
                 raise EvaluationError(
                     f"{path.parent.parent} has answers of another run: {name} was {expected}, "
-                    f"now it is {identity[name]}. Take another --out, or --again to start over"
+                    f"now it is {identity['model'][name]}. Take another --out, or --again to start over"
                 )
         self.identity = theirs | identity
         self.answers: dict[str, dict] = {row["key"]: row for row in rows[1:]}

@@ -4,11 +4,12 @@ the same samples give the same interval on every machine."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
+
+from ccq.names import grouped
 
 RESAMPLES = 2000
 Z = 1.959963984540054  # 95%, two-sided
@@ -48,12 +49,8 @@ def student(freedom: int) -> float:
     return z + first / v + second / v**2 + third / v**3
 
 
-def grouped(things: Iterable[Any], by: Callable[[Any], Any] = itemgetter("group")) -> dict[Any, list]:
-    """Things (sample rows) by what `by` gives of them (their group), in order."""
-    groups: dict[Any, list] = {}
-    for thing in things:
-        groups.setdefault(by(thing), []).append(thing)
-    return groups
+def by_group(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    return grouped(rows, itemgetter("group"))
 
 
 def error_of_mean(values: Sequence[float]) -> float:

@@ -46,9 +46,7 @@ class Suite:
     data: tuple[str, ...] = ()  # the files of `--data DIR` that it reads
     packages: tuple[str, ...] = ()  # without which none of its tasks can be asked
     text: bool = True  # whether it needs a tokenizer
-    as_trained: Callable | None = (
-        None  # (options, config of the model) -> options, where training decides what is asked
-    )
+    as_trained: Callable | None = None  # (options, config of the model) -> options, where training decides them
     axis: int | None = None  # of the paper: the default of `--suite`, in their order; None: run where it is asked for
 
     def check(self, options: Options) -> None:
@@ -93,7 +91,7 @@ def readers() -> dict[Option, list[str]]:
 
 
 COMMON = {  # what every suite reads, and what decides how it is run
-    "data": None, "tasks": None, "limit": None, "batch_size": None, "prefill": "auto", "stage": "all", "again": False,
+    "data": None, "tasks": None, "limit": None, "batch_size": None, "stage": "all", "again": False,
 }  # fmt: skip
 
 
@@ -109,9 +107,6 @@ class Options(SimpleNamespace):
 
     def but(self, **changes: Any) -> Options:
         return Options(**(vars(self) | changes))
-
-
-# -- what options are made of ------------------------------------------------------------------------------------------
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

@@ -43,17 +43,13 @@ def main(argv: Sequence[str]) -> int:
         older = out / "report.md"
         ours = older.is_file() and MADE_BY in older.read_text(encoding="utf-8", errors="replace")
         check_free(out, arguments.force, ours, older="one with an older page")
-    from ccq.report import docs  # late: `--help` needs none of this
-    from ccq.report.collect import collect
-    from ccq.report.page import build
+    from ccq.report.collect import collect  # late: `--help` needs none of this
+    from ccq.report.page import build, fill
 
     found = collect(arguments.paths)
     page = build(found)
     if arguments.docs:
-        try:
-            done = [path for file in arguments.docs for path in docs.fill(file, page)]
-        except docs.DocsError as error:
-            parser.error(str(error))
+        done = [path for file in arguments.docs for path in fill(file, page)]
         print(f"Filled {', '.join(map(str, done))}")
         if arguments.out is None:
             return 0

@@ -126,9 +126,6 @@ def interval(bounds: Interval | None, digits: int = 2) -> str:
     return "" if bounds is None else f"[{signed(bounds[0], digits)}, {signed(bounds[1], digits)}]"
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
-
-
 def score(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
     if "table" in claim:
         column = paper.tables[claim["table"]].column(claim["column"])
@@ -316,9 +313,6 @@ def judged(bounds: Interval, least: float, over: str) -> tuple[str, str]:
     if bounds[1] < least:
         return FAILS, f"the interval {over} leaves out a gain of {least:g}"
     return FEW, f"the interval {over} holds zero and a gain of {least:g}"
-
-
-# -- costs -------------------------------------------------------------------------------------------------------------
 
 
 def cost(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:

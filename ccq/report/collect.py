@@ -9,7 +9,6 @@ What a result is of stands in its `identity`. What is damaged or unfinished is n
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,23 +22,12 @@ from ccq.report.table import scale_label, trained_as
 from ccq.systems import UNCHANGED, Identity
 
 # folders that hold no results
-SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "samples", "node_modules", "__pycache__"}
+SKIP = {"checkpoints", "tensorboard", "tokenizer", "requests", "responses", "node_modules", "__pycache__"}
 PARTS = ("data.json", "provenance.json")  # of a run's folder, read with its config.json or not at all
 LARGEST = 64 * 2**20  # bytes of a JSON that is opened
 KINDS = ("run", "sweep", "eval", "analysis", "bench")  # in the order of their footnotes
 ANALYSES = ("alignment", "gate", "intervene", "margin")
-# kind of benchmark: what its rows have
-BENCHES = {
-    "layer": {"backbone", "variant", "pass", "graph_ms"},
-    "op": {"name", "pass", "floor_ms"},
-    "decode-op": {"backbone", "variant", "byte_per_s"},
-    "prefill": {"system", "wall_ms", "T"},
-    "decode": {"system", "step_ms", "generate_tok_s"},
-    "train": {"system", "tokens_per_second", "peak_gib"},
-    "eval": {"system", "suite", "samples_per_second"},
-}
-# ... or what it has itself
-GOALS = {"operator-cpu": {"timings", "goals", "versions"}, "data-prepare": {"measurements", "goals", "versions"}}
+BENCHES = ("layer", "op", "decode-op", "prefill", "decode", "train", "operator-cpu", "data-prepare")
 # what JSON that is not what it should be raises when it is read
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -58,22 +46,7 @@ class Source:
     origins: list[dict] = field(default_factory=list)
     number: int = 0  # of its footnote
     run: Source | None = None  # of an evaluation or analysis: the run in whose folder it lies
-    within: str = ""  # the folder that tells it from another source of the same name
-
-    @property
-    def name(self) -> str:
-        """The path without what is this machine's: a folder and a file at most, and of a run's results the run."""
-        return "/".join(filter(None, (self.within, *self.named.parts)))
-
-    @property
-    def file(self) -> Path:
-        return self.path / "config.json" if self.kind == "run" else self.path
-
-    @property
-    def named(self) -> Path:
-        if self.run is not None:
-            return self.file.relative_to(self.run.path.parent)
-        return Path(*self.file.parts[-3 if self.file.parent.name in ("eval", "analysis") else -2 :])
+    name: str = ""  # the path without what is this machine's, as `called` and a folder more where others are called so
 
     @property
     def subject(self) -> str:
@@ -177,7 +150,7 @@ def hardware_of(origin: dict[str, Any]) -> str:
 @dataclass
 class Collection:
     sources: list[Source] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # damaged, or without identity
+    problems: list[str] = field(default_factory=list)  # damaged
     unfinished: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # JSON that is nothing we know
     told: list[str] = field(default_factory=list)  # by whoever asks for the page
@@ -245,14 +218,25 @@ def collect(paths: Sequence[Path]) -> Collection:
     runs = found.of("run")
     for source in found.sources:
         source.run = next((run for run in runs if run.path in source.path.parents), None)
+        source.name = "/".join(called(source))
     names = Counter((source.kind, source.name) for source in found.sources)
     for source in found.sources:
-        if names[source.kind, str(source.named)] > 1:
-            source.within = "".join(source.file.parts[: -len(source.named.parts)][-1:]).strip("/")
+        if names[source.kind, "/".join(called(source))] > 1:
+            source.name = "/".join(called(source, 1)).strip("/")
     found.sources.sort(key=lambda s: (KINDS.index(s.kind), s.detail, s.name, str(s.path)))
     for number, source in enumerate(found.sources, 1):
         source.number = number
     return found
+
+
+def called(source: Source, more: int = 0) -> tuple[str, ...]:
+    """A folder and a file at most, and of a run's results the run; with so many folders `more`."""
+    file = source.path / "config.json" if source.kind == "run" else source.path
+    if source.run is not None:
+        parts = len(file.relative_to(source.run.path.parent).parts)
+    else:
+        parts = 3 if file.parent.name in ("eval", "analysis") else 2
+    return file.parts[-parts - more :]
 
 
 def files(path: Path) -> Iterator[Path]:
@@ -307,42 +291,24 @@ def recognise(file: Path, content: Any, found: Collection) -> Source | None:
     if {"suite", "scores", "samples"} <= content.keys():
         if not isinstance(content["suite"], str):
             raise TypeError(f"suite: expected a name, got {content['suite']!r}")
-        if not content.get("finished", True):
-            found.unfinished.append(f"{content['suite']} of {file.parent.name} is not finished.")
         stages = content.get("stages") or {}
         origins = [stages["score"]] if "score" in stages else []
-        return Source("eval", content["suite"], file, content, identity_of(file, content, found), origins=origins)
+        return Source("eval", content["suite"], file, content, Identity(**content["identity"]), origins=origins)
     if content.get("kind") in ANALYSES:
-        return Source("analysis", content["kind"], file, content, identity_of(file, content, found))
+        return Source("analysis", content["kind"], file, content, Identity(**content["identity"]))
     if content.get("kind") in ("mqar_sweep", "mad_sweep"):
         if missing := len(content["missing"]):
             found.unfinished.append(f"{file.name}: {missing} run{' is' if missing == 1 else 's are'} missing.")
         return Source("sweep", content["kind"].removesuffix("_sweep"), file, content, origins=[content["provenance"]])
     if {"model", "data", "optimizer", "steps"} <= content.keys():
         return run_of(file.parent, content, found)
-    rows = content["rows"] if isinstance(content.get("rows"), list) and "versions" in content else []
-    kinds = [kind for kind, keys in BENCHES.items() if rows and all(keys <= row.keys() for row in rows)]
-    kinds += [kind for kind, keys in GOALS.items() if keys <= content.keys()]
-    return Source("bench", kinds[0], file, content) if kinds else None
-
-
-def identity_of(file: Path, content: dict, found: Collection) -> Identity:
-    """What the file says that it is of; of an older one the name of its model, which it shares with no other file."""
-    if content.get("identity") is not None:
-        return Identity(**content["identity"])
-    if "optimizer" in content:  # a run: its options tell
-        from ccq.train import RunError
-        from ccq.train.config import read
-
-        with contextlib.suppress(RunError):
-            return read(file).identity
-    short = "/".join(file.parts[-2:])
-    found.problems.append(f"{short} carries no identity (an older version made it): it is grouped with nothing.")
-    return Identity(f"{content['model'].get('name', file.parent.name)} ({short})")
+    if content.get("bench") in BENCHES:
+        return Source("bench", content["bench"], file, content)
+    return None
 
 
 def run_of(folder: Path, config: dict, found: Collection) -> Source:
-    source = Source("run", "", folder, config, identity_of(folder / "config.json", config, found))
+    source = Source("run", "", folder, config, Identity(**config["identity"]))
     told = folder / "provenance.json"
     try:
         source.origins = list(map(dict, json.loads(told.read_text()))) if told.exists() else []

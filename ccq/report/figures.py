@@ -38,9 +38,6 @@ def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figu
     return {figure.name: figure for figure in made if figure is not None and figure.panels}
 
 
-# -- one a question ----------------------------------------------------------------------------------------------------
-
-
 def dots(axes: Any, points: Sequence[tuple[Identity, Estimate]], xlabel: str) -> None:
     """A row a system: its value, and the interval."""
     for y, (row, estimate) in enumerate(reversed(points)):
@@ -161,8 +158,8 @@ def cost(found: Collection) -> Figure | None:
             added, ends = math.nan, []
             if measured := measure.measured(found, system):
                 added = measure.added(measure.value(measured[0]) / measure.value(measured[1]))
-                if measure.range is not None:
-                    one, two = (measure.range(row) for row in measured[:2])
+                if measure.timed:
+                    one, two = (row[measure.timed] for row in measured[:2])
                     ends = [100 * (one[a] / two[b] - 1) for a, b in (("low", "high"), ("high", "low"))]
             ours.append(added)
             ranges.append((added - min([added, *ends]), max([added, *ends]) - added))
@@ -189,9 +186,6 @@ def cost(found: Collection) -> Figure | None:
         "repetitions would give."
     )
     return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(labels) + 1.0))
-
-
-# -- what stands behind ------------------------------------------------------------------------------------------------
 
 
 def course(source: Source) -> dict[str, tuple[list, list]]:

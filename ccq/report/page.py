@@ -1,4 +1,5 @@
-"""What the report says: its tables, figures and sentences, which templates/page.j2 puts in order."""
+"""What the report says: its tables, figures and sentences, which templates/page.j2 puts in order and Markdown files
+take."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ import jinja2
 
 import ccq
 from ccq.bench.tables import goals_table
+from ccq.errors import UserError
 from ccq.figures import Figure, sample, save, svg
 from ccq.files import write_atomically
-from ccq.names import plural
+from ccq.names import nearest, plural
 from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
 from ccq.report.collect import DAMAGE, Collection
 from ccq.report.results import Results
-from ccq.report.table import Table, trimmed
+from ccq.report.table import SMALL, Table, trimmed
 from ccq.train import sweep_tables
 
 TITLE = "CCQ: a query that is cleaned before it reads"
@@ -34,13 +36,13 @@ FOOT = (
 )
 # what has `tables` of its own, beside the code whose results they show
 OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
-          *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op", "eval")))  # fmt: skip
+          *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op")))  # fmt: skip
 SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_RUN: "·"}  # beside the colour of a verdict
 
 
 @dataclass
 class Page:
-    """All that the templates show; `names` of tables can be asked for by Markdown files (docs.py)."""
+    """All that the templates show; `names` of tables can be asked for by Markdown files."""
 
     tables: dict[str, Table]
     figures: dict[str, Figure]
@@ -72,7 +74,7 @@ def environment() -> jinja2.Environment:
     made = jinja2.Environment(loader=jinja2.PackageLoader("ccq.report"), trim_blocks=True, lstrip_blocks=True,
                               undefined=jinja2.StrictUndefined)  # fmt: skip
     made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
-                     "contents": contents}  # fmt: skip
+                     "contents": re.compile(r'<h2 id="([\w-]+)">(.*?)</h2>').findall}  # fmt: skip
     made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT,
                      "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
     return made
@@ -110,10 +112,6 @@ def drawn(figure: Figure) -> str:
         svg(panel, figure.size, f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
         for at, panel in enumerate(figure.panels)
     )
-
-
-def contents(body: str) -> list[tuple[str, str]]:
-    return re.findall(r'<h2 id="([\w-]+)">(.*?)</h2>', body)
 
 
 def build(found: Collection) -> Page:
@@ -214,3 +212,69 @@ def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
         )
     lead += "What is decided, and the main ones:" if decided else "The main ones:"
     return {"lead": lead, "listed": items}
+
+
+# Tables of Markdown files from the results: what stands between two comments is replaced.
+#
+#     <!-- ccq report: layer -->      the table of that name on the page, in one line where its numbers come from
+#     <!-- ccq report: results -->    all that the page says
+#     <!-- /ccq report -->            the end of either
+WHOLE = "results"
+PLACE = re.compile(r"(<!-- ccq report: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /ccq report -->)", re.DOTALL)
+# tables of the page, which has most only where there are results for them
+TABLES = re.findall(r"""tables(?:\.|\[")([\w-]+)""", (papers.HERE / "templates" / "page.j2").read_text())
+
+
+def filled(text: str, page: Page) -> str:
+    """`text` with each marked place filled from the page; nothing else changes."""
+
+    def fill(place: re.Match) -> str:
+        name, known = place["name"], (WHOLE, *dict.fromkeys(TABLES))
+        if name == WHOLE:
+            content = page.markdown(whole=False)
+        elif name in page.tables:
+            content = short(name, page)
+        elif name in known:
+            content = "Not run."
+        else:
+            raise UserError(f"{name}: no such table.{nearest(name, known)} There are: {', '.join(known)}.")
+        return f"{place[1]}{content}\n{place[4]}"
+
+    return PLACE.sub(fill, text)
+
+
+def short(name: str, page: Page) -> str:
+    """A table within a text of its own: its caption at its head, no small print, its sources by name below it."""
+    table = page.tables[name]
+    table = replace(table, head=[table.head[0] or table.caption.partition(" (")[0], *table.head[1:]])
+    below = [markdown_words(note, short=True) for note in table.notes if not note.startswith(SMALL)]
+    below.append(origin_of(table, page.tables["sources"]))
+    return f"{short_rows(table)}\n\n{' '.join(filter(None, below))}".rstrip()
+
+
+def origin_of(table: Table, sources: Table) -> str:
+    """Files by name, with the commit, hardware and date that they share."""
+    numbers: set[int] = set()
+    rows = [row for block in table.blocks for row in block.rows]
+    texts = [*table.notes, *(block.title for block in table.blocks), *(row.label.text for row in rows),
+             *(cell.text for row in rows for cell in row.cells)]  # fmt: skip
+    for first, last in MARK.findall(" ".join(texts)):
+        numbers.update(range(int(first), int(last or first) + 1))
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for row in sources.blocks[0].rows:
+        if int(row.label.text) in numbers:
+            _, file, commit, hardware, date = row.cells
+            packages = ", ".join(part for part in commit.small.split(", ") if not part.startswith("ccq "))
+            shared.setdefault((hardware.text, packages, f"commit {commit.text}", date.text), []).append(file.text)
+    parts = [f"{', '.join(files)} ({'; '.join(filter(None, about))})" for about, files in shared.items()]
+    return f"From {'; '.join(parts)}." if parts else ""
+
+
+def fill(path: Path, page: Page) -> list[Path]:
+    """Fill a file in place; what was written: the file, and the figures where it shows the whole page."""
+    text = path.read_text(encoding="utf-8")
+    if not PLACE.search(text):
+        raise UserError(f"{path}: expected a place to fill, <!-- ccq report: NAME --> ... <!-- /ccq report -->")
+    path.write_text(filled(text, page), encoding="utf-8")
+    shown = page.figures.values() if any(place["name"] == WHOLE for place in PLACE.finditer(text)) else ()
+    return [path, *(save(figure, path.parent / "figures" / f"{figure.name}.png") for figure in shown)]

@@ -75,21 +75,11 @@ class Table:
         return self.bold != "recurrent" or system != "transformer"
 
 
-class Printed(float):
-    """A number that is shown as it stands in the file: 0.40, not 0.4."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text.replace("-", "−")
-
-
 @dataclass(frozen=True)
 class Fact:
     """A number that the text gives; of a diagnostic also its model, which has so many layers and keys so long."""
 
-    value: float
+    value: str | int  # as it stands in the file: 0.40, not 0.4
     what: str
     where: str
     model: str = ""
@@ -97,7 +87,7 @@ class Fact:
     key_size: int = 0
 
     def __str__(self) -> str:
-        return str(self.value)
+        return str(self.value).replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ class Paper:
 
 @functools.cache
 def load(path: Path = HERE / "paper.toml") -> Paper:
-    content = tomllib.loads(path.read_text(), parse_float=Printed)
+    content = tomllib.loads(path.read_text(), parse_float=str)
     tables = {}
     for name, table in content["tables"].items():
         rows = {(scale, system): tuple(Cell(part.rstrip("*"), part.endswith("*")) for part in text.split())

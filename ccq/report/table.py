@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ccq.systems import SYSTEMS, Identity
+
 if TYPE_CHECKING:
     from ccq.report.collect import Source
-    from ccq.systems import Identity
 
 SMALL = "Small print"  # how a note begins that explains what stands below numbers
 
@@ -92,6 +93,10 @@ def marks(sources: Sequence[Source]) -> str:
 def analysis_row(label: str, sources: Sequence[Source], values: Sequence[str], small: str = "") -> Row:
     told = "\n".join(source.told for source in sources)
     return Row(Cell(f"{label} {marks(sources)}", small), [Cell(text, hover=told, kind="ours") for text in values])
+
+
+def row_kind(system: str) -> str:
+    return "ours" if system in SYSTEMS and SYSTEMS[system].options.get("clean") else ""
 
 
 def number(value: float, like: str = "") -> str:

@@ -25,6 +25,7 @@ from ccq.report.table import (
     marks,
     not_run,
     number,
+    row_kind,
     scale_label,
 )
 from ccq.report.table import NOT_RUN as EMPTY
@@ -71,12 +72,8 @@ def score_rows(
         sources = [source for e in mine if e for source in e.sources]
         runs = max((len(e.values) for e in mine if e), default=0)
         label = Cell(f"{row.label} {marks(sources)}", f"{runs} runs" if runs > 1 else "")
-        made.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
+        made.append(Row(label, cells, row_kind(row.system)))
     return made
-
-
-def is_cleaned(row: Identity) -> bool:
-    return row.system in SYSTEMS and bool(SYSTEMS[row.system].options.get("clean"))
 
 
 def score_table(name: str, paper: Paper, results: Results) -> Table:
@@ -136,9 +133,6 @@ def paper_rows(table: PaperTable, scale: str, columns: Sequence[Column]) -> list
     return list(made.values())
 
 
-# -- how each was trained ----------------------------------------------------------------------------------------------
-
-
 def trained(found: Collection) -> dict[tuple[Identity, int, float], list[Source]]:
     """Runs by row, steps and rate; of each row the longest: shorter ones are those of a sweep over rates."""
     runs = sorted(found.of("run"), key=lambda run: (run.identity.order, run.seed or 0))
@@ -178,7 +172,7 @@ def models_table(paper: Paper, found: Collection, results: Results) -> Table:
         ]
         label = Cell(f"{row.label} {marks([*runs, *tried])}")
         ours = blocks.setdefault(title_of(row.size), [])
-        ours.append(Row(label, cells, "ours" if is_cleaned(row) else ""))
+        ours.append(Row(label, cells, row_kind(row.system)))
     notes = [
         "State: of a sequence of the training length, the covariance counted.",
         f"{SMALL} below a perplexity: the 95% interval of the mean over seeds (Student's t), where there are three; "
@@ -247,9 +241,6 @@ def spread_rows(values: dict[str, list[float]]) -> list[Row]:
 
 def title_of(size: str) -> str:
     return size[:1].upper() + size[1:] if "width" in size else f"Here, {scale_label(size) or 'size unknown'}"
-
-
-# -- what was run, and what it says ------------------------------------------------------------------------------------
 
 
 def claims_table(verdicts: list[Verdict]) -> Table:

@@ -47,22 +47,11 @@ def test_alignment_writes_a_result_and_the_figures(folder, tmp_path, capsys):
     assert "novel minus planted" in capsys.readouterr().out
 
 
-def test_gate_of_a_model_and_of_a_run(folder, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    rows = [{"step": n, "lam": [0.1, 0.2 + n / 100], "lam_of_decay_alone": 0.1 + n / 200} for n in range(1, 4)]
-    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_gate_writes_a_result_and_the_figure(folder, tmp_path):
     out = tmp_path / "out"
-    model = folder()
-    arguments = [str(model), "--variants", "3", "--sentences", "6", "--run", str(run), "--out", str(out)]
-    assert cli.main(["analyze", "gate", *arguments]) == 0
-    result = strict(out / "gate_ccq_gla.json")
-    assert result["training"]["step"] == [1, 2, 3]
-    assert result["of_bias"][0] == pytest.approx([0.01, 0.01])
-    for name in ("layers", "training"):
-        assert (out / f"gate_ccq_gla_{name}.png").exists()
-    assert cli.main(["analyze", "gate", "--run", str(run), "--out", str(out)]) == 0
-    assert "lam" not in strict(out / "gate_run.json")
+    assert cli.main(["analyze", "gate", str(folder()), "--variants", "3", "--sentences", "6", "--out", str(out)]) == 0
+    assert strict(out / "gate_ccq_gla.json")["of_bias"][0] == pytest.approx([0.01, 0.01])
+    assert (out / "gate_ccq_gla_layers.png").exists()
 
 
 @pytest.mark.parametrize("kind", ["alignment", "gate", "margin"])
@@ -107,7 +96,7 @@ def test_a_model_with_no_key_projection_is_refused_by_name(tmp_path, tokenizer, 
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=512)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.delitem(capture.FUSED, "c_attn")
+    monkeypatch.delitem(capture.FUSED, "gpt2")
     small = ["--variants", "3", "--sentences", "6", "--out", str(tmp_path)]
     assert cli.main(["analyze", "alignment", str(tmp_path / "model"), *small]) == 1
     error = capsys.readouterr().err
@@ -135,7 +124,6 @@ def test_an_unknown_kind_names_the_nearest(capsys):
         (["alignment", "./nowhere"], "is not there"),
         (["alignment", "./nowhere.gguf"], "a file in GGUF"),
         (["alignment", "./nowhere", "--variants", "1"], "variants: expected 3 to 8"),
-        (["gate", "--run", "./nowhere"], "is not there"),
     ],
 )
 def test_what_is_not_there_is_said_without_a_traceback(arguments, text, capsys):

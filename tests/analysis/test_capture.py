@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -253,19 +255,43 @@ def test_a_key_that_is_no_key_projection_is_not_taken_for_one():
         find_projections(model)
 
 
-@pytest.mark.parametrize(("make", "name", "wrong"), [(gpt2, "c_attn", "heads"), (gpt_neox, "query_key_value", "parts")])
-def test_a_fused_projection_in_another_order_is_refused_not_misread(make, name, wrong, tokenizer, monkeypatch):
-    model = made(make).float()
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    prompts = make_prompts(3, 4)[:1]
-    model.config.max_position_embeddings = 512
-    if make is gpt2:
-        model.transformer.wpe = nn.Embedding(512, 48)
-    found = measure(model, tokenizer, prompts)
-    assert set(found["points"]) == {"projection", "read"}
-    monkeypatch.setitem(capture.FUSED, name, wrong)
-    with pytest.raises(AnalysisError, match=f"{name} of .* is not known here"):
-        measure(model, tokenizer, prompts)
+def fused(kind, **changes):
+    """A small model of a type, by the names that it has for its sizes."""
+    sizes = {**SMALL, "intermediate_size": 64}
+    if kind == "mpt":
+        sizes = {"vocab_size": 97, "d_model": 48, "n_heads": 4, "n_layers": 3}
+    elif kind == "bloom":
+        sizes = {"vocab_size": 97, "hidden_size": 48, "n_head": 4, "n_layer": 3}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **changes))
+
+
+MADE = {
+    "gpt2": gpt2, "phi3": phi3, "gpt_neox": gpt_neox, "mpt": lambda: fused("mpt"), "bloom": lambda: fused("bloom"),
+    "falcon": lambda: fused("falcon"), "persimmon": lambda: fused("persimmon", qk_layernorm=False),
+    "falcon, a key head each": lambda: fused("falcon", multi_query=False),
+    "falcon, grouped": lambda: fused("falcon", new_decoder_architecture=True, num_kv_heads=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MADE)
+@torch.no_grad()
+def test_keys_of_a_fused_projection_are_those_that_the_cache_keeps(kind):
+    """RoPE turns them and keeps their lengths, which those of queries and values are not."""
+    model = made(MADE[kind])
+    projected = {}
+    with watch(model, lambda p, k: projected.update({p.layer: k})):
+        cache = model(torch.arange(T)[None], use_cache=True).past_key_values
+    assert {kind.partition(",")[0] for kind in MADE} == set(capture.FUSED)
+    for i, layer in enumerate(cache.layers):
+        keys = layer.keys[0].transpose(0, 1)  # [T, Hk, K]; falcon's has a copy for each query head of a group
+        copies = keys.shape[1] // projected[i].shape[1]
+        close(projected[i].norm(dim=-1).repeat_interleave(copies, 1), keys.norm(dim=-1))
+
+
+def test_a_fused_projection_of_another_model_is_refused_not_misread(monkeypatch):
+    monkeypatch.delitem(capture.FUSED, "gpt_neox")
+    with pytest.raises(AnalysisError, match=r"GPTNeoXForCausalLM has no key projection .*query_key_value"):
+        find_projections(made(gpt_neox))
 
 
 def test_one_sequence_at_a_time():

@@ -1,14 +1,12 @@
-"""lam by place against the gate's equation, and the reader of a run's log."""
+"""lam by place against the gate's equation."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from helpers import pack
 
 from ccq import figures
 from ccq.analysis import AnalysisError, gates
@@ -108,46 +106,3 @@ def test_a_model_with_a_fixed_lam_has_no_bias(tokenizer):
 def test_a_model_that_does_not_clean_is_refused(tokenizer):
     with pytest.raises(AnalysisError, match="has no cleaning"):
         gates.measure(make(tokenizer, "gla"), tokenizer, make_prompts(3, 8)[:1], "The cat")
-
-
-LINES = [
-    {"step": 10, "loss": 3.0, "lam": [0.01, 0.02], "lam_of_decay_alone": 0.0101},
-    {"step": 10, "valid_loss": 3.1},
-    {"step": 20, "loss": 2.0, "lam": [0.03, None], "lam_of_decay_alone": 0.0102},
-]
-
-
-def test_the_log_of_a_run_is_read_past_lines_without_lam_and_a_cut_off_end(tmp_path):
-    text = "\n".join(json.dumps(line) for line in LINES) + '\n{"step": 30, "lam": [0.0'
-    (tmp_path / "log.jsonl").write_text(text)
-    found = gates.course(tmp_path)
-    assert found["step"] == [10, 20]
-    assert found["lam"] == [[0.01, 0.02], [0.03, None]]
-    assert found["decay_alone"] == [0.0101, 0.0102]
-    assert gates.course(tmp_path / "log.jsonl") == found
-    pack(tmp_path / "log.jsonl")
-    assert gates.course(tmp_path) == found
-
-
-def test_a_log_without_the_curve_of_decay_takes_it_from_the_config(tmp_path):
-    """b_n = b_0 prod (1 - lr_i 0.1), with the rate of each step as the config says it: here constant."""
-    from ccq.train.config import Config, Optimizer, preset, to_json
-
-    options = Optimizer(lr=0.01, warmup=0, schedule="constant")
-    config = Config(preset("ccq-gla-tiny"), optimizer=options, steps=50)
-    (tmp_path / "config.json").write_text(to_json(config))
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": n, "lam": 0.5}) + "\n" for n in (1, 50)))
-    found = gates.course(tmp_path)
-    bias = math.log(0.01 / 0.99)
-    assert found["decay_alone"] == pytest.approx([1 / (1 + math.exp(-bias * 0.999**n)) for n in (1, 50)])
-    assert found["lam"] == [[0.5], [0.5]]
-    (tmp_path / "config.json").unlink()
-    assert gates.course(tmp_path)["decay_alone"] is None
-
-
-def test_a_log_that_is_missing_or_has_no_lam_is_named(tmp_path):
-    with pytest.raises(AnalysisError, match=r"log\.jsonl is not there"):
-        gates.course(tmp_path)
-    (tmp_path / "log.jsonl").write_text(json.dumps(LINES[1]) + "\n")
-    with pytest.raises(AnalysisError, match="has no lam in it"):
-        gates.course(tmp_path)

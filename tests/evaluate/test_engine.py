@@ -46,21 +46,18 @@ def answers(engine, asked):
     return found
 
 
-@pytest.mark.parametrize("prefill", ["plain", "shared"])
 @pytest.mark.parametrize("batch_size", [None, 1, 5, "few sizes"])
-def test_batched_and_shared_equal_one_by_one(model, prefill, batch_size):
+def test_batched_equals_one_by_one(model, batch_size):
     asked = requests_of()
     few = batch_size == "few sizes"
-    engine = Engine(model, batch_size=None if few else batch_size, prefill=prefill)
+    engine = Engine(model, batch_size=None if few else batch_size)
     engine.few_sizes = few
-    assert engine.continues
     assert engine.head is not None
     got = answers(engine, asked)
     for name, (expected, greedy) in truth(model, asked).items():
         assert -sum(got[name]["nll"]) == pytest.approx(expected, abs=1e-4)
         assert got[name]["greedy"] == greedy
         assert got[name]["seconds"] > 0
-    assert bool(engine.shared.used) == (prefill == "shared")
 
 
 def test_on_a_gpu_batches_have_few_sizes(llama):
@@ -72,43 +69,6 @@ def test_on_a_gpu_batches_have_few_sizes(llama):
     assert sum(sizes) == 37
     assert all(size & (size - 1) == 0 for size in sizes)
     assert max(sizes) == 8  # of 500 // 40-odd
-    sizes = [len(groups) for groups in engine._context_batches(engine._split(asked, asked.requests)[1])]
-    assert sum(sizes) == 9
-    assert all(size & (size - 1) == 0 for size in sizes)
-
-
-def test_shared_prefill_runs_each_context_once(llama):
-    asked = requests_of(count=12, contexts=3)
-    engine = Engine(llama, prefill="shared")
-    seen = []
-    hook = engine.body.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
-    answers(engine, asked)
-    hook.remove()
-    contexts = {request.context for request in asked.requests}
-    assert sum(rows for rows, length in seen if length in contexts) == 3
-
-
-def test_auto_measures_both_ways_and_reports(llama):
-    asked = requests_of(count=30, contexts=10)
-    engine = Engine(llama, prefill="auto", batch_size=4)
-    got = answers(engine, asked)
-    for name, (expected, _) in truth(llama, asked).items():
-        assert -sum(got[name]["nll"]) == pytest.approx(expected, abs=1e-4)
-    report = vars(engine.shared)
-    assert report["used"] in (True, False)
-    assert report["contexts"] >= 4
-    assert report["largest_difference"] < 1e-4
-    assert report["changed_answers"] == 0
-    assert report["plain_seconds"] > 0
-    assert report["shared_seconds"] > 0
-
-
-def test_contexts_shorter_than_their_continuations_are_not_shared(llama):
-    builder = Builder()
-    for number in range(4):
-        builder.add(str(number), "score", [5, 6, 7, 8, 9 + number, 10], context=2)
-    plain, groups = Engine(llama, prefill="shared")._split(builder.done("x", {}), builder.requests)
-    assert (len(plain), groups) == (4, [])
 
 
 def test_greedy_is_noticed(model):
@@ -119,9 +79,8 @@ def test_greedy_is_noticed(model):
     builder = Builder()
     builder.add("its own", "score", tail, context=20)
     builder.add("another", "score", [*tail[:-1], (tail[-1] + 1) % 600], context=20)
-    for prefill in ("plain", "shared"):
-        got = answers(Engine(model, prefill=prefill), builder.done("x", {}))
-        assert (got["its own"]["greedy"], got["another"]["greedy"]) == (True, False)
+    got = answers(Engine(model), builder.done("x", {}))
+    assert (got["its own"]["greedy"], got["another"]["greedy"]) == (True, False)
 
 
 def test_segments_add_up(llama):
@@ -216,23 +175,21 @@ def test_long_windows_that_go_in_pieces_share_a_batch(llama, monkeypatch):
 
 
 def test_a_cache_that_does_not_carry_on_is_not_trusted(model):
-    assert not Engine(LeakyLM(forgets=True)).continues
-    engine = Engine(model)
-    assert (engine.continues, engine.recurrent) == (True, False)  # keys and values grow
+    assert not Engine(LeakyLM(forgets=True)).recurrent
+    assert not Engine(model).recurrent  # keys and values grow
 
 
 @pytest.mark.parametrize("name", ["ccq-gla-tiny", "ccq-gated-deltanet-tiny"])
-def test_our_own_models_share_prefills_and_go_in_pieces(name):
+def test_our_own_models_go_in_pieces(name):
     from ccq.model import CCQConfig, CCQForCausalLM
 
     torch.manual_seed(0)
     model = CCQForCausalLM(CCQConfig.preset(name)).eval()
     assert Engine(model).recurrent
     asked = requests_of(count=8, longest=90, vocabulary=256)
-    for engine in (Engine(model, prefill="shared"), Engine(model, prefill="plain", chunk=32)):
-        got = answers(engine, asked)
-        for name, (expected, _) in truth(model, asked).items():
-            assert -sum(got[name]["nll"]) == pytest.approx(expected, abs=1e-4)
+    got = answers(Engine(model, chunk=32), asked)
+    for name, (expected, _) in truth(model, asked).items():
+        assert -sum(got[name]["nll"]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_generation_equals_one_by_one(model):

@@ -36,7 +36,7 @@ def options_of(out, data, **more):
 def both(model, tokenizer, data, tmp_path_factory):
     """(our result, our rows by group, what the harness says with its own `hf` model)."""
     out = tmp_path_factory.mktemp("lm")
-    options = options_of(out, data, prefill="shared")
+    options = options_of(out, data)
     ours = evaluate(model, tokenizer, "lm", options)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     theirs = own_model()(pretrained=model, tokenizer=tokenizer, max_length=96, batch_size=3, device="cpu")

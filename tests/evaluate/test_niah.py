@@ -151,17 +151,16 @@ def test_sizing_of_lm_eval_goes_in_its_steps(data, tokenizer, tmp_path):
 def test_the_same_seed_gives_the_same_bytes_whatever_ran_before(data, tokenizer, tmp_path):
     random.seed(1)
     torch.manual_seed(1)
-    niah.build(options_of(tmp_path / "a", data), tokenizer)
+    first = niah.build(options_of(tmp_path / "a", data), tokenizer)
     random.seed(2)
     torch.manual_seed(2)
+    niah.samples.cache_clear()
     niah.draw("niah_single_1", 1024, 9, 3, "all", niah.words())
-    niah.build(options_of(tmp_path / "b", data, lengths=(512, 1024)), tokenizer)
-    files = sorted((tmp_path / "a" / "samples").iterdir())
-    assert len(files) == 3
-    for file in files:
-        assert (tmp_path / "b" / "samples" / file.name).read_bytes() == file.read_bytes()
+    more = niah.build(options_of(tmp_path / "b", data, lengths=(512, 1024)), tokenizer)
+    keys = {request.id: (more.key(request), request.meta) for request in more.requests}
+    assert len({request.meta["group"] for request in first.requests}) == 3
+    assert all(keys[request.id] == (first.key(request), request.meta) for request in first.requests)
     other = niah.build(options_of(tmp_path / "c", data, seed=43), tokenizer)
-    first = niah.build(options_of(tmp_path / "a", data), tokenizer)
     assert {r.meta["answer"] for r in other.requests}.isdisjoint({r.meta["answer"] for r in first.requests})
 
 
@@ -310,22 +309,9 @@ def test_keys_that_training_may_hold_are_noted(data, tokenizer, tmp_path):
         assert any(said in note for note in niah.build(options, tokenizer).notes)
 
 
-def test_damaged_samples_are_named(data, tokenizer, tmp_path):
-    niah.build(options_of(tmp_path, data), tokenizer)
-    file = sorted((tmp_path / "samples").iterdir())[0]
-    file.write_text(file.read_text().replace("grass", "glass", 1))
-    with pytest.raises(EvaluationError, match=f"{file.name} is damaged"):
-        niah.build(options_of(tmp_path, data), tokenizer)
-
-
-def test_versions_are_in_the_file(data, tokenizer, tmp_path):
-    import json
-
-    niah.build(options_of(tmp_path, data), tokenizer)
-    for file in (tmp_path / "samples").iterdir():
-        header = json.loads(file.read_text().splitlines()[0])
-        assert {"wonderwords", "words", "tokenizer", "generator", "sha256"} <= header.keys()
-        assert {"nltk", "punkt_tab", "essays"} <= header.keys() or header["task"] == "niah_single_1"
+def test_what_samples_are_made_of_is_in_the_settings(data, tokenizer, tmp_path):
+    made_of = niah.build(options_of(tmp_path, data, limit=1), tokenizer).settings["made_of"]
+    assert made_of.keys() == {"generator", "words", "nltk", "punkt_tab", "essays"}
 
 
 def test_a_book_for_haystack_is_read_word_by_word_and_named(tokenizer, tmp_path):

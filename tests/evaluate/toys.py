@@ -15,9 +15,6 @@ class State:
     def __init__(self, mean):
         self.mean = mean
 
-    def reorder_cache(self, rows):
-        self.mean = self.mean.index_select(0, rows)
-
 
 class Leaky(nn.Module):
     """h_t = 0.9 h_{t-1} + embedding_t: a recurrent body. `forgets` drops the state it is given; `longest` is the most

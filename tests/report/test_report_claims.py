@@ -32,7 +32,7 @@ def prefill(root, *rows, **changes):
     """A benchmark of prefill: (system, tokens, ms)."""
     told = [{"system": system, "size": "1.3b", "B": 8, "T": length, "dtype": "bf16",
              "wall_ms": {"median": ms, "low": ms, "high": ms}} | changes for system, length, ms in rows]  # fmt: skip
-    (root / "p.json").write_text(json.dumps({**origin(), "rows": told}))
+    (root / "p.json").write_text(json.dumps({**origin(), "bench": "prefill", "rows": told}))
 
 
 def samples(folder):

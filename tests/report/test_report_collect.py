@@ -62,13 +62,11 @@ def test_what_is_half_finished_is_said(tmp_path):
     answers = tmp_path / "eval" / "responses" / "niah.jsonl"
     answers.parent.mkdir(parents=True)
     answers.write_text('{"identity": {}}\n' + '{"key": "a"}\n' * 7)
-    evaluation(tmp_path / "half", "lm", {"piqa": (50.0, "mean")}, "gla-nano", finished=False)
     found = collect([tmp_path])
     assert found.problems == []
     assert sorted(found.unfinished) == [
         "fresh is not finished: step 0 of 600.",
         "gla_tiny is not finished: step 250 of 600.",
-        "lm of half is not finished.",
         "niah of eval is not finished: 7 answers, no scores.",
     ]
 
@@ -113,25 +111,16 @@ def test_a_result_is_of_what_it_says(tmp_path):
     assert told == {"eval": (system, 7, True), "gla-nano-seed3": (system, 7, False)}
 
 
-def test_a_result_without_identity_is_shown_under_its_models_name_and_compared_with_nothing(tmp_path):
-    text_run(tmp_path / "gla_nano_seed0", "gla_nano", 0, 30.0)
-    evaluation(tmp_path / "gla_nano_seed0" / "eval", "niah", ONE, "gla-nano-seed0", identity=None)
-    evaluation(tmp_path / "other", "niah", ONE, "gla-nano-seed0", identity=None)
-    found = collect([tmp_path])
-    names = ["gla-nano-seed0 (eval/niah.json)", "gla-nano-seed0 (other/niah.json)"]
-    assert [source.identity for source in found.of("eval")] == [Identity(name) for name in names]
-    assert sum("carries no identity" in note for note in found.notices()) == 2
-    assert [row.label for row in Results(found).rows("niah")] == names  # each by itself
-
-
-def test_a_run_of_an_older_version_is_what_its_options_tell(tmp_path):
+def test_a_result_or_run_without_identity_is_named_and_left_out(tmp_path):
     text_run(tmp_path / "run", "ccq_gla_open_pico", 3, 30.0)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     del config["identity"]
-    config["system"] = config.pop("runtime")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    [run] = collect([tmp_path]).of("run")
-    assert (row(run), run.seed) == (Identity("ccq-gla-open", "", "pico"), 3)
+    evaluation(tmp_path / "other", "niah", ONE, "gla-nano-seed0", identity=None)
+    found = collect([tmp_path])
+    assert found.sources == []
+    for name in ("run/config.json", "other/niah.json"):
+        assert any(note.startswith(f"{name} lacks what it should have and is left out") for note in found.notices())
 
 
 def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):

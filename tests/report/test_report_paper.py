@@ -5,7 +5,8 @@ import re
 import pytest
 from made_results import rows_in
 
-from ccq.bench.layer import paper_ms
+from ccq.bench import layer
+from ccq.bench.tables import LAYERS
 from ccq.report.paper import leader, load, numbers_of
 from ccq.systems import SYSTEMS
 
@@ -70,7 +71,8 @@ def test_benchmarks_quote_the_same_numbers():
         for row in rows_in(file):
             assert next(iter(numbers_of("inference", row["system"])[at:]), None) == row[key]
     for row in rows_in("layer_h200"):
-        assert paper_ms(row["backbone"], row["variant"], row["pass"], row["T"]) == row["paper_ms"]
+        system = LAYERS.get((row["backbone"], row["variant"]), "")
+        assert TABLES["layer"].value("1.3b", system, layer.heading(row["pass"], row["T"])) == row["paper_ms"]
     for row in rows_in("train_h200"):
         assert row["paper"] in (None, numbers_of("training", row["system"]))
 

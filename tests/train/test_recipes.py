@@ -1,5 +1,6 @@
 """Recipes are the paper's, the command line can change any field, and a plan adds up."""
 
+import argparse
 import json
 import os
 import re
@@ -247,16 +248,20 @@ def test_plan_of_another_gpu_is_marked_as_an_estimate(results, capsys):
     assert "nothing is known of ABACUS; expected one of B200, H200" in capsys.readouterr().err
 
 
-def test_bench_shows_a_row_beside_its_control(capsys):
-    from ccq.bench.results import run
+def test_bench_shows_a_row_beside_its_control(capsys, monkeypatch):
+    from ccq.bench import results
 
-    control = {"system": "gla_unit", "tokens_per_second": 100.0, "peak_gib": 10.0, "mfu": None, "paper": None}
-    row = {"system": "ccq_gla", "tokens_per_second": 96.0, "peak_gib": 10.2, "mfu": 0.5, "paper": [1, 2]}
-    run(SimpleNamespace(warm=True), "training", [control, row], lambda row: {"system": "gla_unit"})
-    head, first, second = capsys.readouterr().out.splitlines()
+    written = {}
+    monkeypatch.setattr(results, "write", lambda args, content: written.update(content))
+    control = {"system": "gla_unit", "tokens_per_second": 100.0, "peak_gib": 10.0, "mfu": None}
+    row = {"system": "ccq_gla", "tokens_per_second": 96.0, "peak_gib": 10.2, "mfu": 0.5}
+    results.run(argparse.Namespace(), "training", [control, row], lambda row: {"system": "gla_unit"})
+    title, head, first, second = capsys.readouterr().out.splitlines()
+    assert title == "training"
     assert head.split() == list(row)
-    assert first.split() == ["gla_unit", "100.000", "10.000", "-", "-"]
-    assert second.split() == ["ccq_gla", "96.000", "(0.960×)", "10.200", "(1.020×)", "0.500", "1,", "2"]
+    assert first.split() == ["gla_unit", "100.000", "10.000", "-"]
+    assert second.split() == ["ccq_gla", "96.000", "(0.960×)", "10.200", "(1.020×)", "0.500"]
+    assert written == {"rows": [control, row]}
 
 
 def test_bench_measures_the_trainers_own_step(monkeypatch):
