@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     add_inputs(prepare)
     prepare.add_argument("--tokenizer", required=True, help="folder of a tokenizer, or its name on the Hub")
     prepare.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    prepare.add_argument("--workers", type=int, help="processes (default: one a core; 0: none)")
+    prepare.add_argument("--workers", type=int, help="threads (default: one a core)")
     prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens a shard (default: %(default)s)")
     prepare.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N documents")
     prepare.add_argument("--max-tokens", type=size, help="stop with the document that reaches this (10M, 15G)")

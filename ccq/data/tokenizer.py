@@ -13,6 +13,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ccq.data import DataError
 from ccq.data.sources import Inputs, Piece
 from ccq.names import duration
@@ -38,8 +40,6 @@ def train_tokenizer(
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
-
-    from ccq.data.encoder import repaired
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 1:
@@ -129,6 +129,26 @@ def beginning(pieces: Iterator[Piece], size: int) -> Iterator[Piece]:
         size -= len(content)
         if size <= 0:
             return
+
+
+def repaired(text: str) -> str:
+    """The text with half surrogate pairs, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class Encoder:
+    def __init__(self, tokenizer: str, dtype: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.tokenizer, self.dtype = Tokenizer.from_str(tokenizer), np.dtype(dtype)
+        self.tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of it
+
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+        try:
+            found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:  # half surrogate pairs
+            found = self.tokenizer.encode_batch_fast([repaired(t) for t in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in found]
 
 
 def load_tokenizer(name: str | Path) -> Any:

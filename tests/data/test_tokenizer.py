@@ -12,10 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ccq.data import DataError, sources
-from ccq.data.encoder import Encoder
 from ccq.data.sources import Inputs
 from ccq.data.tokenizer import (
     END_OF_TEXT,
+    Encoder,
     load_tokenizer,
     sampled,
     tokenizer_hash,
