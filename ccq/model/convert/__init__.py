@@ -2,17 +2,16 @@
 
 Both sides have the same layers, so a checkpoint is renamed, not computed: what can go wrong is a config that means
 another function, and a tensor that is not what its name says. Options that our layers do not have are refused by name;
-names and shapes are held against our model on the meta device. Tensors pass one at a time.
+names and shapes are held against our model on the meta device. Tensors go from file to file.
 
     families.py   what fla's configs say, and what of it our layers have
-    tensors.py    checkpoints as names, shapes and where the numbers lie
+    tensors.py    checkpoints as tensors that lie in their files
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import shutil
 import sys
@@ -22,12 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
-from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
+from ccq.model.convert.tensors import WEIGHTS, read, read_json
 from ccq.model.decoder import CCQForCausalLM
 from ccq.names import nearest
 from ccq.pretrained import on_hub
@@ -49,12 +50,12 @@ def model_shapes(config: CCQConfig) -> tuple[CCQForCausalLM, dict[str, tuple[int
     return model, shapes
 
 
-def find(source: dict[str, Kept], wanted: dict[str, tuple[int, ...]], unused: tuple[str, ...]) -> dict[str, Kept]:
+def find(source: dict[str, Tensor], wanted: dict[str, tuple[int, ...]], unused: tuple[str, ...]) -> dict[str, Tensor]:
     """The tensors called `wanted`, also where an earlier version of fla named or joined them in another way.
 
     Raises with every tensor that is missing, of another shape, or not understood.
     """
-    found: dict[str, Kept] = {}
+    found: dict[str, Tensor] = {}
     used, missing, wrong = set(), [], []
     for name, shape in wanted.items():
         spellings = [name, *(name.replace(new, old) for old, new in RENAMED_TENSORS if new in name)]
@@ -81,18 +82,16 @@ def find(source: dict[str, Kept], wanted: dict[str, tuple[int, ...]], unused: tu
     return found
 
 
-def _joined_gate(source: dict[str, Kept], name: str, shape: tuple[int, ...]) -> tuple[str, Kept] | None:
+def _joined_gate(source: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[str, Tensor] | None:
     """gate_proj and up_proj of a SwiGLU as halves of one tensor, called gate_proj: fla before February 2025."""
     match = re.fullmatch(r"(.*\.mlp)\.(gate|up)_proj\.weight", name)
     if match is None or f"{match[1]}.up_proj.weight" in source:
         return None
     place = f"{match[1]}.gate_proj.weight"
     joined = source.get(place)
-    rows = shape[0]
-    if joined is None or joined.shape != (2 * rows, *shape[1:]):
+    if joined is None or joined.shape != (2 * shape[0], *shape[1:]):
         return None
-    half = slice(0, rows) if match[2] == "gate" else slice(rows, 2 * rows)
-    return place, Kept(shape, joined.dtype, lambda _: joined.read(half))
+    return place, joined.chunk(2)[match[2] == "up"]
 
 
 def grouped(names: Sequence[str]) -> list[str]:
@@ -198,13 +197,13 @@ def convert(
         else:
             settings["torch_dtype"] = str(result.dtype).removeprefix("torch.")
             (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        write_safetensors(partial / WEIGHTS, tensors)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, partial / WEIGHTS, {"format": "pt"})
         copied, left = _copy_companions(source, partial)
-    parameters = sum(math.prod(x.shape) for x in tensors.values())
+    parameters = sum(x.numel() for x in tensors.values())
     return Report(target, to, result, parameters, ignored, copied, left)
 
 
-def arrange(source: dict[str, Kept], config: CCQConfig, family: Family | None, to: str) -> dict[str, Kept]:
+def arrange(source: dict[str, Tensor], config: CCQConfig, family: Family | None, to: str) -> dict[str, Tensor]:
     """The tensors under their new names, in our model's order; without a family they keep ours."""
     shapes = model_shapes(config)[1]
     fla = {name: family.name(name, config) if family else name for name in shapes}
@@ -216,12 +215,12 @@ def arrange(source: dict[str, Kept], config: CCQConfig, family: Family | None, t
     found = find(source, wanted, unused)
     if config.tie_word_embeddings and "lm_head.weight" in source:
         name = next(iter(found))
-        if not torch.equal(found[name].read(ALL), source["lm_head.weight"].read(ALL)):
+        if not torch.equal(found[name], source["lm_head.weight"]):
             raise ValueError(f"tie_word_embeddings is True, but lm_head.weight differs from {name}")
     return dict(zip(new, found.values(), strict=True))
 
 
-def with_gates(tensors: dict[str, Kept], config: CCQConfig) -> dict[str, Kept]:
+def with_gates(tensors: dict[str, Tensor], config: CCQConfig) -> dict[str, Tensor]:
     """The tensors of an uncleaned model and those that cleaning adds, as a cleaner fills them."""
     model, shapes = model_shapes(config)
     gates = {}
@@ -230,7 +229,7 @@ def with_gates(tensors: dict[str, Kept], config: CCQConfig) -> dict[str, Kept]:
             module.to_empty(device="cpu")
             module.reset_parameters()
             for name, x in module.state_dict().items():
-                gates[f"{prefix}.{name}"] = Kept(tuple(x.shape), x.dtype, x.__getitem__)
+                gates[f"{prefix}.{name}"] = x
     return {name: gates[name] if name in gates else tensors[name] for name in shapes}
 
 

@@ -1,13 +1,9 @@
-"""A checkpoint as names, shapes and where the numbers lie: they are read one tensor at a time."""
+"""A checkpoint as tensors that lie in its files: mapped into memory, and read when they are written elsewhere."""
 
 from __future__ import annotations
 
 import json
-import math
 import pickle
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +11,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ccq.files import whole_file
-
 WEIGHTS = "model.safetensors"
-# safetensors' names of the dtypes that weights come in
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that weights come in
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Where a tensor lies and what it is, without its numbers."""
-
-    shape: tuple[int, ...]
-    dtype: Any  # a torch.dtype, or the name of one that is none of DTYPES
-    read: Callable[[slice], Tensor]  # some of its rows
-
-
-ALL = slice(None)
-
-
-def read(folder: Path) -> dict[str, Kept]:
-    """The tensors of a checkpoint by name; their numbers are read when asked for."""
-    tensors: dict[str, Kept] = {}
+def read(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name."""
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        for name, tensor in _safetensors(file) if file.suffix == ".safetensors" else _pickled(file):
+        for name, tensor in (_safetensors(file) if file.suffix == ".safetensors" else _pickled(file)).items():
             if name in tensors:
                 raise ValueError(f"{file.name}: {name} is in another file too")
-            if tensor.dtype not in DTYPES.values():
-                raise ValueError(f"{file.name}: {name} is of {tensor.dtype}; expected one of {', '.join(DTYPES)}")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{file.name}: {name} is of {tensor.dtype}; expected {' or '.join(map(str, DTYPES))}")
             tensors[name] = tensor
     return tensors
 
@@ -68,45 +49,23 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
+def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
         handle = safe_open(file, framework="pt")
     except SafetensorError as error:
         raise OSError(f"{file}: damaged or cut off ({error})") from error
-    for name in list(handle.keys()):
-        part = handle.get_slice(name)
-        dtype = DTYPES.get(part.get_dtype(), part.get_dtype())
-        yield name, Kept(tuple(part.get_shape()), dtype, part.__getitem__)
+    return {name: handle.get_tensor(name) for name in list(handle.keys())}
 
 
-def _pickled(file: Path) -> Iterator[tuple[str, Kept]]:
-    """Of a file of torch.save: tensors and nothing that runs; mapped, not read."""
+def _pickled(file: Path) -> dict[str, Tensor]:
+    """Of a file of torch.save: tensors and nothing that runs."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise OSError(f"{file}: damaged, or more than tensors is in it ({str(error).splitlines()[0]})") from error
     if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"{file}: expected tensors by name")
-    for name, tensor in loaded.items():
-        yield name, Kept(tuple(tensor.shape), tensor.dtype, tensor.__getitem__)
-
-
-def write_safetensors(path: Path, tensors: dict[str, Kept]) -> None:
-    """One file, tensor by tensor: its header says what will come, so that no two need to be in memory."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with whole_file(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, tensor in tensors.items():
-            x = tensor.read(ALL).contiguous()
-            assert (tuple(x.shape), x.dtype) == (tensor.shape, tensor.dtype), name
-            file.write(x.detach().flatten().view(torch.uint8).numpy().data)
+    return loaded
 
 
 def read_json(file: Path) -> dict[str, Any]:
