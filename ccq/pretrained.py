@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ccq.files import TOKENIZER_FILES
 from ccq.names import first_line
 from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+DOWNLOADED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 
 
 class NoTokenizerError(ModelError):
@@ -183,9 +185,9 @@ def located(name: str) -> Path:
         raise ModelError(f"{name}: expected a folder with safetensors, a run, or a name, got a file in GGUF")
     if Path(where).is_dir():
         return Path(where)
-    from ccq.model.convert import folder_of
+    from huggingface_hub import snapshot_download
 
-    return folder_of(where)
+    return Path(snapshot_download(where, allow_patterns=list(DOWNLOADED), **how))
 
 
 @functools.cache

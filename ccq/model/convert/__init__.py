@@ -30,8 +30,9 @@ from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
 from ccq.model.convert.tensors import WEIGHTS, read, read_json
 from ccq.model.decoder import CCQForCausalLM
+from ccq.names import grouped as names_grouped
 from ccq.names import nearest
-from ccq.pretrained import on_hub
+from ccq.pretrained import located
 from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
@@ -95,26 +96,9 @@ def _joined_gate(source: dict[str, Tensor], name: str, shape: tuple[int, ...]) -
 
 
 def grouped(names: Sequence[str]) -> list[str]:
-    """Names with the layers that share one joined: model.layers.{0-3,5}.attn.D."""
-    layers: dict[str, list[int]] = {}
-    for name in names:
-        match = re.search(r"\.layers\.(\d+)\.", name)
-        if match is None:
-            layers.setdefault(name, [])
-        else:
-            layers.setdefault(f"{name[: match.start(1)]}{{}}{name[match.end(1) :]}", []).append(int(match[1]))
-    result = []
-    for pattern, numbers in layers.items():
-        spans: list[list[int]] = []
-        for number in sorted(numbers):
-            if spans and number == spans[-1][1] + 1:
-                spans[-1][1] = number
-            else:
-                spans.append([number, number])
-        text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-        one = len(spans) == 1 and spans[0][0] == spans[0][1]
-        result.append(pattern.replace("{}", text if one else f"{{{text}}}") if numbers else pattern)
-    return result
+    """Names, those that differ in their layer alone said once."""
+    alike = names_grouped(names, lambda name: re.sub(r"(?<=\.layers\.)\d+(?=\.)", "*", name))
+    return [same[0] if len(same) == 1 else f"{name} in {len(same)} layers" for name, same in alike.items()]
 
 
 @dataclass(frozen=True)
@@ -133,23 +117,18 @@ class Report:
 def convert(
     source: str | Path,
     target: str | Path,
-    to: str | None = None,
     clean: bool = False,
     gate_init: float = GATE_INIT,
     force: bool = False,
 ) -> Report:
-    """Write the checkpoint in folder `source` in the other layout to folder `target`.
+    """Write the checkpoint in folder `source` in the other layout, fla's or ours, to folder `target`.
 
-    Args:
-        to: "ccq" or "fla"; None: the one that it is not in.
-        clean: add cleaning, with lam = gate_init everywhere; a checkpoint of ours can get it too (to="ccq").
+    `clean` adds cleaning, with lam = gate_init everywhere; a checkpoint of ours, which can get it too, stays ours.
 
     `target` must not exist, or be empty; with `force`, the model that is there gives way. It appears when all of it is
     written, or not at all.
     """
     source, target = Path(source).expanduser(), Path(target).expanduser()
-    if to not in (None, "ccq", "fla"):
-        raise ValueError(f"to: expected one of ccq, fla, got {to!r}.{nearest(to, ('ccq', 'fla'))}")
     if not 0 < gate_init < 1:
         raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
     if not source.is_dir():
@@ -166,11 +145,7 @@ def convert(
             f"{source / 'config.json'}: model_type: expected one of {', '.join(types)}, got {kind!r}.{near}"
         )
     ours = kind == CCQConfig.model_type
-    to = to or ("fla" if ours and not clean else "ccq")
-    if to == "fla" and clean:
-        raise ValueError("clean: fla has no cleaned layers; expected to='ccq'")
-    if (to == "fla") != ours and not (ours and clean):
-        raise ValueError(f"to: expected {'fla' if ours else 'ccq'}, got {to!r}: {source} is in that layout already")
+    to = "fla" if ours and not clean else "ccq"
 
     ignored: list[str] = []
     with _naming(source / "config.json"):
@@ -253,19 +228,6 @@ def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     return copied, left
 
 
-def folder_of(name: str) -> Path:
-    """The folder `name`, or the snapshot of that name on the Hub."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"{name}: there is no such folder")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS]
-    return Path(snapshot_download(name, allow_patterns=patterns, **on_hub(name)))
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq convert", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -279,17 +241,14 @@ def main(argv: Sequence[str]) -> int:
         metavar="LAM",
         help=f"with --clean: where lam starts, between 0 and 1 (default: {GATE_INIT})",
     )
-    parser.add_argument(
-        "--to", choices=("ccq", "fla"), help="the layout to write (default: the one that SRC is not in)"
-    )
     parser.add_argument("--force", action="store_true", help="replace another model in DST; its files are removed")
     arguments = parser.parse_args(argv)
     if arguments.gate_init is not None and not arguments.clean:
         parser.error("--gate-init: expected --clean beside it")
     gate_init = GATE_INIT if arguments.gate_init is None else arguments.gate_init
     try:
-        source = folder_of(arguments.source)
-        report = convert(source, arguments.target, arguments.to, arguments.clean, gate_init, arguments.force)
+        source = located(arguments.source)
+        report = convert(source, arguments.target, arguments.clean, gate_init, arguments.force)
     except ValueError as error:
         print(f"ccq convert: {error}", file=sys.stderr)
         return 1
