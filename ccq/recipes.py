@@ -1,6 +1,6 @@
-"""Recipes: a system of ccq/systems.py times a size; `recipe("ccq_gla_500m")` is a whole run.
+"""Recipes: a system of ccq/systems.toml times a size; `recipe("ccq_gla_500m")` is a whole run.
 
-A size says how big the model is (ccq/model/config.py) and how it is trained, which stands here:
+A size says how big the model is (there too) and how it is trained, which stands here:
 
 >>> recipe("ccq_gla_500m").model.clean, recipe("gla_500m").model.clean
 (True, False)
