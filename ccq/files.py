@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import socket
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -176,6 +177,17 @@ def read_json(path: Path, error: type[Exception], expected: str) -> Any:
         raise error(f"{path} is missing: expected {expected}") from None
     except ValueError as damage:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise error(f"{path} is damaged ({damage}): expected {expected}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What the TOML file holds; its texts "None" are None, which TOML has not."""
+
+    def meant(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: meant(value) for name, value in x.items()}
+        return [meant(value) for value in x] if isinstance(x, list) else None if x == "None" else x
+
+    return meant(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def stored(path: Path) -> Path | None:

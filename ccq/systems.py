@@ -12,14 +12,15 @@ A run, an export, a result and an analysis carry an
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+from ccq.files import read_toml
+
+_DATA = read_toml(Path(__file__).with_suffix(".toml"))
 SIZES: dict[str, dict[str, Any]] = _DATA["sizes"]  # the largest first
 
 
@@ -53,9 +54,8 @@ class System:
 
 
 def _system(name: str, of: list[str], line: list[str], options: Mapping[str, Any] = {}, **told: Any) -> System:
-    made = {option: value for part in (*(_DATA["options"][x] for x in of), options) for option, value in part.items()}
-    made = {option: None if value == "None" else value for option, value in made.items()}  # which TOML has not
-    return System(name, line=(line[0], line[1]), options=made, **told)
+    shared = {option: value for part in of for option, value in _DATA["options"][part].items()}
+    return System(name, line=(line[0], line[1]), options={**shared, **options}, **told)
 
 
 SYSTEMS: dict[str, System] = {name: _system(name, **told) for name, told in _DATA["systems"].items()}

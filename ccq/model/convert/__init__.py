@@ -4,8 +4,8 @@ Both sides have the same layers, so a checkpoint is renamed, not computed: what 
 another function, and a tensor that is not what its name says. Options that our layers do not have are refused by name;
 names and shapes are held against our model on the meta device. Tensors go from file to file.
 
-    families.py   what fla's configs say, and what of it our layers have
-    tensors.py    checkpoints as tensors that lie in their files
+    families.toml   what fla's configs say, and what of it our layers have; families.py reads it
+    tensors.py      checkpoints as tensors that lie in their files
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def arrange(source: dict[str, Tensor], config: CCQConfig, family: Family | None,
     fla = {name: family.name(name, config) if family else name for name in shapes}
     old, new = (shapes, fla.values()) if to == "fla" else (fla.values(), shapes)
     wanted = dict(zip(old, shapes.values(), strict=True))
-    unused = family.unused if family and to != "fla" else ()
+    unused = tuple(family.unused) if family and to != "fla" else ()
     if config.tie_word_embeddings and "lm_head.weight" in source:
         unused = (*unused, "lm_head.weight")  # it may be stored, and is the embedding
     found = find(source, wanted, unused)
