@@ -22,6 +22,7 @@ from ccq.files import read_toml
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 SIZES: dict[str, dict[str, Any]] = _DATA["sizes"]  # the largest first
+RUNS: dict[str, dict[str, Any]] = _DATA["runs"]  # what some of them share
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,6 @@ def _slices(samples: int, *kinds: tuple[int, int]) -> tuple[Slice, ...]:
 POWER_A = 0.01
 TRAIN = (Slice(64, 4, 100_000), *_slices(20_000, (128, 8), (256, 16), (256, 32), (256, 64)))
 TEST = _slices(1000, (64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
-# and those of its forgetting variant
-UPDATES = 4
-OVERWRITTEN_TRAIN = (Slice(64, 4, 100_000), *_slices(20_000, (128, 9), (256, 16), (256, 25), (256, 36)))
 OVERWRITTEN_TEST = _slices(1000, (64, 4), (64, 9), (128, 16), (256, 36), (512, 64), (1024, 144), (2048, 256))
 
 

@@ -261,10 +261,9 @@ def presets() -> tuple[str, ...]:
 
 def sized(mixer: str, size: str) -> dict[str, Any]:
     """The options that make a size, of a model with this mixer."""
-    options = {name: value for name, value in SIZES[size].items() if name != "help"}
-    if "width" in options:
-        return _zoology(mixer, options["width"])
-    options["feature_map_size"] = options["key_size"] // 2
+    if "width" in SIZES[size]:
+        return _zoology(mixer, SIZES[size]["width"])
+    options = {**SIZES[size]["model"], "feature_map_size": SIZES[size]["model"]["key_size"] // 2}
     linear, attention, mamba2 = options.pop("layers")
     options["num_hidden_layers"] = {"attention": attention, "mamba2": mamba2}.get(mixer, linear)
     if mixer == "mesa":  # values as long as keys, at most 128, and together as wide as the model: as its paper has them

@@ -12,11 +12,9 @@ from ccq.data.batches import IGNORE
 from ccq.data.mqar import (
     MQAR,
     OVERWRITTEN_TEST,
-    OVERWRITTEN_TRAIN,
     POWER_A,
     TEST,
     TRAIN,
-    UPDATES,
     distinct,
     make_samples,
 )
@@ -161,13 +159,15 @@ def test_settings_are_zoologys():
     assert TRAIN == ((64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000), (256, 64, 20_000))
     assert [s[:2] for s in TEST] == [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
     assert {s.samples for s in TEST} == {1000}
-    assert [s[:2] for s in OVERWRITTEN_TRAIN] == [(64, 4), (128, 9), (256, 16), (256, 25), (256, 36)]
-    assert [s.samples for s in OVERWRITTEN_TRAIN] == [s.samples for s in TRAIN]
     assert [s[:2] for s in OVERWRITTEN_TEST] == [
         (64, 4), (64, 9), (128, 16), (256, 36), (512, 64), (1024, 144), (2048, 256),
     ]  # fmt: skip
     config = recipe("gla_mqar_overwrite")
-    assert (config.data.updates, config.data.slices) == (UPDATES, OVERWRITTEN_TRAIN) == (4, OVERWRITTEN_TRAIN)
+    assert [s[:2] for s in config.data.slices] == [(64, 4), (128, 9), (256, 16), (256, 25), (256, 36)]
+    assert [s[2] for s in config.data.slices] == [s.samples for s in TRAIN]
+    assert config.data.updates == 4
+    for name, asked in (("gla_mqar", TEST), ("gla_mqar_overwrite", OVERWRITTEN_TEST)):
+        assert recipe(name).data.valid_slices == tuple((*s[:2], 256) for s in asked)
     data = MQAR()
     assert (data.batch_size, data.vocab_size, POWER_A) == (256, 8192, 0.01)
 
