@@ -25,7 +25,7 @@ def train_source(config: Config, checksums: bool = True) -> Source:
     return windows_of(TokenShards(data.path, checksums=checksums), config, "data.path")
 
 
-def valid_source(config: Config, checksums: bool = True) -> TokenWindows | Recall | None:
+def valid_source(config: Config, checksums: bool = True) -> Source | None:
     """What to validate on, if anything."""
     data = config.data
     if data.source != "tokens":

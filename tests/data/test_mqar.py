@@ -226,7 +226,8 @@ def test_evaluation_sees_every_sample_once(world):
     assert len({len(run) for run in runs}) == 1
     ids = [i for run in runs for _, batch in run for i in batch.window_ids.tolist() if i >= 0]
     assert sorted(ids) == list(range(75))
-    for slice_, batch in (pair for run in runs for pair in run):
+    for kind, batch in (pair for run in runs for pair in run):
+        slice_ = data.slices[kind]
         assert batch.input_ids.shape == (4, slice_.length)
         assert ((batch.labels != IGNORE).sum(1) == slice_.pairs * (batch.window_ids >= 0)).all()
 
