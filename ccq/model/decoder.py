@@ -153,11 +153,7 @@ class CCQModel(CCQPreTrainedModel):
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         output_attentions: bool | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
-        seq_idx: Int[Tensor, "1 T"] | None = None,
-        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
-        cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
+        **packed: Any,
     ) -> Any:
         """Hidden states [B, T, D] after the last norm; zero at padding.
 
@@ -167,13 +163,10 @@ class CCQModel(CCQPreTrainedModel):
             use_cache: whether to return a cache; by default as the config says, and not in training.
             cu_seqlens: borders of sequences packed into one row, each of which starts anew.
             output_attentions: refused: no mixer has them.
-            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: packed sequences as other libraries tell them, in place
-                of cu_seqlens; max_length_q and max_length_k follow from them.
+            position_ids, packed: packed sequences as other libraries tell them, in place of cu_seqlens: see borders_of.
         """
-        cu_seqlens = borders_of(
-            input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,
-            position_ids=position_ids, seq_idx=seq_idx, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
-        )  # fmt: skip
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        cu_seqlens = borders_of(tokens, past_key_values, attention_mask, cu_seqlens, position_ids, **packed)
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions: expected False: linear attention has none, and softmax keeps none")
         if output_hidden_states is None:
@@ -298,11 +291,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
-        seq_idx: Int[Tensor, "1 T"] | None = None,
-        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
-        cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
+        **packed: Any,
     ) -> Any:
         """Logits, or with labels or targets the loss.
 
@@ -315,13 +304,10 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
                 losses of the parts of a batch add up to that of the whole.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
 
-        position_ids, seq_idx, cu_seq_lens_q and cu_seq_lens_k are packed sequences as other libraries tell them, in
-        place of cu_seqlens; max_length_q and max_length_k follow from them. The others: see CCQModel.
+        The others: see CCQModel.
         """
-        cu_seqlens = borders_of(
-            input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,
-            position_ids=position_ids, seq_idx=seq_idx, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
-        )  # fmt: skip
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        cu_seqlens = borders_of(tokens, past_key_values, attention_mask, cu_seqlens, position_ids, **packed)
         scoring = labels is not None or targets is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
