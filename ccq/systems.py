@@ -23,6 +23,7 @@ from ccq.files import read_toml
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 SIZES: dict[str, dict[str, Any]] = _DATA["sizes"]  # the largest first
 RUNS: dict[str, dict[str, Any]] = _DATA["runs"]  # what some of them share
+SWEEPS: dict[str, dict[str, Any]] = _DATA["sweeps"]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ def main(arguments: Sequence[str]) -> int:
     add_inputs(tokenizer)
     tokenizer.add_argument("--out", type=Path, required=True, help="folder for the tokenizer")
     tokenizer.add_argument("--vocab-size", type=int, default=32_000, help="entries (default: %(default)s)")
-    tokenizer.add_argument("--no-split-digits", action="store_true", help="let numbers become tokens")
     tokenizer.add_argument("--force", action="store_true", help="replace the tokenizer in OUT; its files are removed")
     tokenizer.add_argument("--sample", type=size, help="learn from this many bytes at most (500M, 2G)")
 
@@ -90,10 +90,8 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     inputs = inputs_of(options)
     check_free(options.out, options.force)
     with whole_folder(options.out, last="tokenizer.json", instead_of=TOKENIZER_FILES) as out:
-        tokenizer = train_tokenizer(
-            inputs, options.vocab_size, not options.no_split_digits, options.sample,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        tokenizer = train_tokenizer(inputs, options.vocab_size, options.sample, say)
         tokenizer.save_pretrained(out)
     found = vocabulary(tokenizer)
     fewer = "" if found == options.vocab_size else f" ({options.vocab_size:,} asked for: the text gives no more)"

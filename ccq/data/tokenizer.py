@@ -28,15 +28,13 @@ END_OF_TEXT = "<|endoftext|>"
 def train_tokenizer(
     inputs: Inputs,
     vocab_size: int = 32_000,
-    split_digits: bool = True,
     sample: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE, the same for the same text on every machine. Any text is encoded and decoded without loss.
 
-    split_digits   each digit is a token; otherwise frequent numbers become tokens and others are cut unevenly
-    sample         bytes of text to learn from: of each file a beginning in proportion to its size; None for all
-    say            gets a line every few seconds: how far it is, and how long the rest of the text takes
+    sample   bytes of text to learn from: of each file a beginning in proportion to its size; None for all
+    say      gets a line every few seconds: how far it is, and how long the rest of the text takes
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -45,9 +43,9 @@ def train_tokenizer(
     if vocab_size < len(alphabet) + 1:
         raise DataError(f"vocab_size must be at least {len(alphabet) + 1} (bytes and {END_OF_TEXT}), got {vocab_size}")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if split_digits else []
+    digits = pre_tokenizers.Digits(individual_digits=True)  # or others than frequent numbers would be cut unevenly
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False

@@ -27,42 +27,26 @@ import numpy as np
 
 from ccq.files import check_free, read_json, write_atomically
 from ccq.names import nearest
-from ccq.systems import SYSTEMS
+from ccq.systems import SWEEPS, SYSTEMS
 from ccq.train import RunError
 from ccq.train.sweep_runs import TEST_SEED, Spec, run_all, say
 
-MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")
-ROWS = (
-    *MAIN, "transformer", "mamba2", "deltanet", "gla_unit_equal_state", "gla_current_key", "ccq_gated_deltanet_open",
-    "ccq_gla_no_decay", "ccq_gla_stats", "ccq_gla_uncentred", "ccq_gla_fixed_lam",
-)  # fmt: skip
-# of the study: each memory without and with each read
-READS = (
-    "gla_unit", "ccq_gla", "gla_projected", "gla_projected_decay", "gla_projected_twice", "gated_deltanet",
-    "ccq_gated_deltanet", "gated_deltanet_projected_decay",
-)  # fmt: skip
 KNOWN = tuple(name.replace("-", "_") for name in SYSTEMS)  # what --rows takes
-RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zoology's
-REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
+REPEATED = ("ccq_gla", 3.16e-3, 2)  # row, rate, how often it is run again with its own seed
 SEEDS = {"rows": (0,), "seeds": (1, 2, 3)}
 OPTIONS = {"optimizer.lr": "--rates", "seed": "--seeds", "steps": "--steps"}  # fields that name a run
 
 
 @dataclass(frozen=True)
 class Task:
-    sizes: tuple[str, ...]  # of recipes, the default first
-    rows: dict[str, tuple[str, ...]]  # of each tier
+    sizes: list[str]
+    rows: dict[str, list[str]]
     steps: dict[str, int]
-    rates: tuple[float, ...]
-    decays: tuple[float | None, ...] = (None,)  # of the weights; None: the recipe's
+    rates: list[float]
+    decays: Sequence[float | None] = (None,)  # the recipe's
 
 
-TASKS = {
-    "mqar": Task(("mqar", "mqar64", "mqar256", "mqar-overwrite"), {"rows": ROWS, "seeds": MAIN},
-                 {"rows": 2_000, "seeds": 10_000}, RATES),
-    "mad": Task(("mad-noisy", "mad-fuzzy"), {"rows": READS, "seeds": READS}, {"rows": 20_000, "seeds": 20_000},
-                (1e-4, 5e-4, 1e-3), (0.0, 0.1)),
-}  # fmt: skip
+TASKS = {name: Task(**told) for name, told in SWEEPS.items()}
 Choice = tuple[float, float | None]  # a rate and a decay
 
 

@@ -99,7 +99,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
 
 @pytest.mark.parametrize("size", ["mqar", "mqar64", "mqar256"])
 def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
-    made = {row: configs.flat(recipe(f"{row}_{size}")) for row in sweep.ROWS}
+    made = {row: configs.flat(recipe(f"{row}_{size}")) for row in sweep.TASKS["mqar"].rows["rows"]}
     width = {"mqar": 128, "mqar64": 64, "mqar256": 256}[size]
     of_training = {name: value for name, value in made["gla"].items() if not name.startswith(("model.", "identity."))}
     for row, fields in made.items():
@@ -129,8 +129,9 @@ def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
 
     assert state("gla_unit_equal_state") == pytest.approx(state("ccq_gla"), rel=0.03)
     assert state("ccq_gla") > 1.4 * state("gla_unit")
-    assert set(sweep.MAIN) < set(sweep.ROWS) < set(sweep.KNOWN)
-    assert pytest.approx([1e-3, 10**-2.5, 1e-2, 10**-1.5], rel=1e-3) == list(sweep.RATES)
+    rows = sweep.TASKS["mqar"].rows
+    assert set(rows["seeds"]) < set(rows["rows"]) < set(sweep.KNOWN)
+    assert pytest.approx([1e-3, 10**-2.5, 1e-2, 10**-1.5], rel=1e-3) == sweep.TASKS["mqar"].rates
 
 
 def test_the_rate_is_chosen_on_validation_samples():
@@ -258,7 +259,7 @@ MAD_TOY = [
 
 
 def test_the_grid_of_mad_is_of_rates_and_decays_and_other_seeds_get_the_best_of_it(tmp_path):
-    assert (sweep.TASKS["mad"].rates, sweep.TASKS["mad"].decays) == ((1e-4, 5e-4, 1e-3), (0.0, 0.1))
+    assert (sweep.TASKS["mad"].rates, sweep.TASKS["mad"].decays) == ([1e-4, 5e-4, 1e-3], [0.0, 0.1])
     rows = ["--rows", "gla_projected", "--rates", "0.001", "0.1", "--out", str(tmp_path)]
     assert cli.main(["sweep", *MAD_TOY, *rows, "--tier", "rows"]) == 0
     content = json.loads((tmp_path / "mad_rows.json").read_text())
@@ -456,7 +457,7 @@ def test_mistakes_are_named(line, said, tmp_path, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", sweep.ROWS)
+@pytest.mark.parametrize("row", sweep.TASKS["mqar"].rows["rows"])
 def test_captured_steps_are_the_steps(row):
     device = torch.device("cuda")
     made, fresh = [], {}
