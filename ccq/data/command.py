@@ -100,20 +100,14 @@ def run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    from ccq.data.needles import FORMS, Needles
+    from ccq.data.needles import Needles
     from ccq.data.prepare import Preparation, prepare
 
-    needles = None
-    if options.needles:
-        needles = Needles(
-            options.needles,
-            tuple(options.needle_forms or FORMS),
-            options.needle_seed,
-            tuple(options.needle_length or Needles.length),
-            tuple(options.needle_exclude),
-        )
-    elif options.needle_forms or options.needle_length or options.needle_exclude:
+    asked = {name: getattr(options, f"needle_{name}") for name in ("forms", "length", "exclude")}
+    given: Any = {name: tuple(value) for name, value in asked.items() if value}
+    if given and not options.needles:
         raise DataError("--needle-forms, --needle-length and --needle-exclude need --needles SHARE")
+    needles = Needles(options.needles, seed=options.needle_seed, **given) if options.needles else None
     what = Preparation(
         inputs_of(options), options.tokenizer, options.shard_tokens, options.skip, options.max_tokens, needles
     )

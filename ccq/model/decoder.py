@@ -18,14 +18,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ccq.mixers import LayerState, Sequences, make_mixer
-from ccq.mixers.linear import bare, watched
+from ccq.mixers.linear import bare, few_rows, project, watched
+from ccq.mixers.norms import RMSNorm, fused
 from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
 from ccq.model.graphs import Decoding
-from ccq.model.layers import RMSNorm, SwiGLU, add_norm
 from ccq.model.loss import IGNORE, linear_cross_entropy
 from ccq.model.packing import arrange, borders_of, decodes
+from ccq.ops.choose import choose
 from ccq.ops.precision import stats_dtype
 
 
@@ -38,6 +39,42 @@ class CausalLMOutput(ModelOutput):
     past_key_values: CCQCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     scored: Tensor | None = None  # how many tokens the loss is of
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        how = choose("swiglu", few_rows(x, (self.gate_proj, self.up_proj)))
+        if how == "triton":
+            from ccq.mixers import kernels  # imports Triton
+
+            return self.down_proj(kernels.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
+        gate, up = project(x, (self.gate_proj, self.up_proj))
+        if how == "fla":
+            from fla.modules.activations import swiglu, swiglu_linear
+
+            if bare(self.down_proj):
+                return swiglu_linear(gate, up, self.down_proj.weight, None)
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(F.silu(gate) * up)
+
+
+def add_norm(x: Float[Tensor, "*B D"], y: Float[Tensor, "*B D"], norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + y, and its norm: one pass over memory on a GPU."""
+    if fused(x):
+        from fla.modules.norm.layernorm import rms_norm
+
+        normed, total = rms_norm(y, norm.weight, None, residual=x, eps=norm.eps, prenorm=True)
+        return total, normed
+    x = x + y
+    return x, norm(x)
 
 
 class Block(GradientCheckpointingLayer):

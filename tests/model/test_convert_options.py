@@ -12,9 +12,8 @@ from model_helpers import make_model
 from safetensors.torch import load_file
 
 from ccq.model import CCQForCausalLM
-from ccq.model.convert import convert, grouped, model_shapes
+from ccq.model.convert import convert, grouped, model_shapes, read_json
 from ccq.model.convert.families import FAMILIES, our_config
-from ccq.model.convert.tensors import read_json
 
 # Options
 
