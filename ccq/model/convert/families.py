@@ -53,18 +53,6 @@ class Family:
 
 
 _MAY_BE_NONE = ("hidden_ratio", "bos_token_id", "eos_token_id", "pad_token_id")  # though fla assumes a number
-# names of options and tensors that fla has given up, and those it has now
-_RENAMED_OPTIONS = {
-    "rms_norm_eps": "norm_eps",
-    "layer_norm_epsilon": "norm_eps",
-    "rms_norm": "rmsnorm",
-    "time_step_limit": "dt_limit",
-}
-RENAMED_TENSORS = (
-    ("model.embed_tokens.", "model.embeddings."),
-    ("backbone.embedding.", "backbone.embeddings."),
-    (".attn.g_norm.", ".attn.g_norm_swish_gate."),  # today's name too, where fuse_norm is off
-)
 
 
 def _mlp_size(o: dict[str, Any]) -> int:
@@ -165,7 +153,8 @@ def _family(parts: list[str], **own: Any) -> Family:
 
 
 _TOLD = read_toml(Path(__file__).with_suffix(".toml"))
-_PARTS = _TOLD.pop("parts")
+_PARTS, _RENAMED = _TOLD.pop("parts"), _TOLD.pop("renamed")
+RENAMED_TENSORS: list[tuple[str, str]] = _RENAMED["tensors"]
 FAMILIES = {model_type: _family(**told) for model_type, told in _TOLD.items()}  # by model_type in fla's config.json
 _DECODER = tuple(_PARTS["decoder"]["reads"])  # options of all of them
 
@@ -182,7 +171,7 @@ def our_config(raw: dict[str, Any]) -> tuple[CCQConfig, list[str]]:
     given: dict[str, Any] = {}
     refused = []
     for key, value in raw.items():
-        name = _RENAMED_OPTIONS.get(key, key)
+        name = _RENAMED["options"].get(key, key)
         if given.setdefault(name, value) != value:
             refused.append(f"{key}: {value!r} contradicts {name}, {given[name]!r}")
     options = {name: given.pop(name, default) for name, default in family.reads.items()}
