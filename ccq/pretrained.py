@@ -78,7 +78,6 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
 
 
 def load_config(name: str) -> Any:
-    """The config of a model, without its weights."""
     where, how = _source(name)
     if is_run(where):
         from dataclasses import asdict
@@ -141,7 +140,6 @@ def is_adapter(where: str) -> bool:
 
 
 def base_of(where: str) -> str:
-    """The model that an adapter is for."""
     from ccq.adapter import read_adapter
 
     base = read_adapter(Path(where))["base_model"]

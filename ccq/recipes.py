@@ -14,7 +14,6 @@ from ccq.train.config import Config, Data, Optimizer, Runtime, preset, tuples
 
 
 def make(system: str, size: str) -> Config:
-    """The recipe of a system at a size."""
     run = SIZES[size]["run"]
     told = tuples(RUNS[run] if isinstance(run, str) else run)
     kinds = {"data": Data, "optimizer": Optimizer, "runtime": Runtime}

@@ -131,8 +131,6 @@ def nothing(call: Call, function: Callable, *args: Any, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """Layers that call the same functions."""
-
     replaced: dict[str, Callable]  # by the name of the layer's own: its stand-in, called with the Call and that one
     heads: str  # the attribute of the layer that says how many key heads it has
     size: str  # and how large they are

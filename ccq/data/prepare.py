@@ -35,8 +35,6 @@ AHEAD = 3  # chunks a thread that are under way
 
 @dataclass(frozen=True)
 class Preparation:
-    """What goes into the shards."""
-
     inputs: Inputs
     tokenizer: str | Path
     shard_tokens: int = 2**26  # a shard ends with the document that reaches this

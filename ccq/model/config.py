@@ -255,7 +255,6 @@ def _divides(name: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def presets() -> tuple[str, ...]:
-    """The names of all presets."""
     return tuple(f"{system}-{size}" for system in SYSTEMS for size in SIZES)
 
 

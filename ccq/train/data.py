@@ -26,7 +26,6 @@ def train_source(config: Config, checksums: bool = True) -> Source:
 
 
 def valid_source(config: Config, checksums: bool = True) -> Source | None:
-    """What to validate on, if anything."""
     data = config.data
     if data.source != "tokens":
         return recall_source(config, data.valid_slices, "valid") if data.valid_slices else None

@@ -95,7 +95,6 @@ def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Choice]:
 
 
 def choices_in(content: dict[str, Any]) -> dict[str, Choice]:
-    """What a tier's file says was chosen."""
     decays = content.get("chosen_decay", {})
     return {row: (float(lr), decays.get(row)) for row, lr in content["chosen"].items()}
 

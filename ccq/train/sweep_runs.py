@@ -32,8 +32,6 @@ QUIET = 20  # seconds after which a row says how far it is
 
 @dataclass(frozen=True)
 class Spec:
-    """One run."""
-
     row: str  # a system, with _ for -
     size: str
     lr: float

@@ -170,8 +170,6 @@ def grouped(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
-
     target: Path
     layout: str  # "ccq" or "fla"
     config: CCQConfig  # of ours, on whichever side it is
