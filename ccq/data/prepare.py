@@ -197,7 +197,7 @@ def encoded(
     """The pieces of the chunks, in order, each with its ids; a bounded number of chunks is under way."""
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads are the parallelism
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads are the parallelism
     threads = ThreadPoolExecutor(max(workers, 1))  # the tokenizer lets go of the interpreter
     waiting: deque[tuple[list[Marked], Future]] = deque()
 
