@@ -42,7 +42,7 @@ def measured(run: Path) -> dict[str, float]:
 def one_seed(folder: Path, seed: int, first: int, then: int) -> dict[str, dict[str, float]]:
     ccq("train", "gla_tiny", "--run-dir", f"{folder}/first", "--steps", f"{first}", "--seed", f"{seed}", *RUNTIME)
     ccq("export", f"{folder}/first", f"{folder}/model")
-    ccq("convert", f"{folder}/model", f"{folder}/cleaned", "--clean", "--to", "ccq")
+    ccq("convert", f"{folder}/model", f"{folder}/cleaned", "--clean")
     found = {"begun": measured(folder / "first")}
     for row, (init, more) in ROWS.items():
         run = folder / row.replace(" ", "-")

@@ -36,7 +36,7 @@ COMMANDS = {
 EXTRAS = {
     "gpu": ("fla", "triton"),
     "model": ("huggingface_hub", "safetensors", "transformers"),
-    "train": ("datasets", "tensorboard", "tokenizers", "tyro", "wonderwords", "zstandard"),
+    "train": ("datasets", "pyarrow", "tensorboard", "tokenizers", "tyro", "wonderwords"),
     "serve": ("fastapi", "openai", "uvicorn"),
     "eval": ("lm_eval", "matplotlib", "nltk", "rouge"),
 }

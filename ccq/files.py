@@ -9,12 +9,11 @@ import math
 import os
 import shutil
 import socket
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
-
-BLOCK = 2**17
 
 # what from_pretrained reads in a folder
 TOKENIZER_FILES = (
@@ -167,7 +166,7 @@ def _try_lock(file: IO) -> bool:
 
 
 class DamagedError(ValueError):
-    """No zstd data, or cut off."""
+    """Not packed as its name says, or cut off."""
 
 
 def read_json(path: Path, error: type[Exception], expected: str) -> Any:
@@ -178,6 +177,17 @@ def read_json(path: Path, error: type[Exception], expected: str) -> Any:
         raise error(f"{path} is missing: expected {expected}") from None
     except ValueError as damage:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise error(f"{path} is damaged ({damage}): expected {expected}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What the TOML file holds; its texts "None" are None, which TOML has not."""
+
+    def meant(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: meant(value) for name, value in x.items()}
+        return [meant(value) for value in x] if isinstance(x, list) else None if x == "None" else x
+
+    return meant(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def stored(path: Path) -> Path | None:
@@ -197,44 +207,26 @@ def read_text(path: Path, errors: str = "strict") -> str:
         return file.read()
 
 
-def unpacked(raw: BinaryIO) -> io.BufferedReader:
-    """The content of a file packed by zstd, of one frame or several. The library's own reader ends where a cut-off file
-    ends, without a word: half of the data would be taken for all of it."""
-    return io.BufferedReader(_Frames(raw), 2**16)
+def unpacked(raw: BinaryIO, packed: str = "zstd") -> io.BufferedReader:
+    """The content of a file packed by zstd or gzip, of one frame or several; DamagedError where it is cut off."""
+    return io.BufferedReader(_Unpacked(raw, packed), 2**16)
 
 
-class _Frames(io.RawIOBase):
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw = raw
-        self.packed = b""  # read, not yet unpacked
-        self.ready = memoryview(b"")  # unpacked, not yet given away
-        self.frame: Any = None  # the one that is being unpacked
+class _Unpacked(io.RawIOBase):
+    def __init__(self, raw: BinaryIO, packed: str) -> None:
+        import pyarrow
+
+        self.stream = pyarrow.CompressedInputStream(raw, packed)
 
     def readable(self) -> bool:
         return True
 
     def close(self) -> None:
-        self.raw.close()
+        self.stream.close()
         super().close()
 
     def readinto(self, out: Any) -> int:
-        import zstandard
-
-        while not self.ready:
-            self.packed = self.packed or self.raw.read(BLOCK)
-            if not self.packed:
-                if self.frame is not None:
-                    raise DamagedError("it ends inside a zstd frame: was it cut off?")
-                return 0
-            if self.frame is None:
-                self.frame = zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self.ready = memoryview(self.frame.decompress(self.packed))
-            except zstandard.ZstdError as error:
-                raise DamagedError(str(error)) from None
-            self.packed = self.frame.unused_data if self.frame.eof else b""
-            if self.frame.eof:
-                self.frame = None
-        size = min(len(out), len(self.ready))
-        out[:size], self.ready = self.ready[:size], self.ready[size:]
-        return size
+        try:
+            return self.stream.readinto(out)
+        except OSError as error:  # Arrow's word for damage too
+            raise DamagedError(f"{error}: was it cut off?") from None

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ccq.files import TOKENIZER_FILES
 from ccq.names import first_line
 from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+DOWNLOADED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 
 
 class NoTokenizerError(ModelError):
@@ -76,7 +78,6 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
 
 
 def load_config(name: str) -> Any:
-    """The config of a model, without its weights."""
     where, how = _source(name)
     if is_run(where):
         from dataclasses import asdict
@@ -139,7 +140,6 @@ def is_adapter(where: str) -> bool:
 
 
 def base_of(where: str) -> str:
-    """The model that an adapter is for."""
     from ccq.adapter import read_adapter
 
     base = read_adapter(Path(where))["base_model"]
@@ -183,9 +183,9 @@ def located(name: str) -> Path:
         raise ModelError(f"{name}: expected a folder with safetensors, a run, or a name, got a file in GGUF")
     if Path(where).is_dir():
         return Path(where)
-    from ccq.model.convert import folder_of
+    from huggingface_hub import snapshot_download
 
-    return folder_of(where)
+    return Path(snapshot_download(where, allow_patterns=list(DOWNLOADED), **how))
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""The one list of systems: what each is made of, what it is called, and what it is compared with.
+"""The one list of systems, systems.toml: what each is made of, what it is called, and what it is compared with.
 
-Presets, recipes, sweeps, benchmarks and the report read it. A run, an export, a result and an analysis carry an
+A run, an export, a result and an analysis carry an
 `Identity`, which says as data what they are of.
 
 >>> SYSTEMS["ccq-gla"].control
@@ -15,37 +15,31 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-# the largest first, with what `ccq train --help` says of its recipes; mqar are zoology's recall
-SIZES = {
-    "1.3b": "the paper's: 40B tokens, 524,288 a step, 4K context; needs --data.path",
-    "500m": "the paper's: 15B tokens, 262,144 a step, 4K context; needs --data.path",
-    "nano": "tens of millions of parameters, one GPU, minutes: 0.1B tokens, 32,768 a step, 4K context; needs "
-            "--data.path",
-    "pico": "a few million parameters on text with an 8K vocabulary: 0.23B tokens, 32,768 a step; needs --data.path",
-    "mqar256": "recall at zoology's settings, width 256, 2,000 steps",
-    "mqar": "the same at width 128; the learning rate decides much: see `ccq sweep`",
-    "mqar-overwrite": "the same, with keys that get another value: zoology's forgetting variant",
-    "mqar64": "mqar at width 64",
-    "mad-noisy": "MAD's in-context recall with noise, width 128, 20,000 steps; see `ccq sweep mad`",
-    "mad-fuzzy": "the same with keys and values of 1 to 3 tokens instead of noise",
-    "tiny": "recall in minutes on a laptop: no data, no GPU",
-}  # fmt: skip
+from ccq.files import read_toml
+
+_DATA = read_toml(Path(__file__).with_suffix(".toml"))
+SIZES: dict[str, dict[str, Any]] = _DATA["sizes"]  # the largest first
+RUNS: dict[str, dict[str, Any]] = _DATA["runs"]  # what some of them share
+SWEEPS: dict[str, dict[str, Any]] = _DATA["sweeps"]
 
 
 @dataclass(frozen=True)
 class System:
-    """What is trained, whatever its size. Its recipe is `name_size`, with _ for -, and its preset `name-size`."""
+    """What is trained, whatever its size. Its recipe is `name_size`, with _ for -, and its preset `name-size`.
+
+    systems.toml says what each field is.
+    """
 
     name: str
-    label: str  # in tables and figures
-    help: str  # in `ccq train --help`
-    options: Mapping[str, Any]  # of CCQConfig, over those of the size
-    line: tuple[str, str]  # dashes and marker, which tell apart the lines of a family
-    control: str | None = None  # the system that it is compared with
-    paper: str | None = None  # its rows in report/paper.toml
-    equal_state: bool = False  # keys so much longer that the state is as large as with a covariance beside it
+    label: str
+    help: str
+    options: Mapping[str, Any]
+    line: tuple[str, str]
+    control: str | None = None
+    equal_state: bool = False
 
     @property
     def family(self) -> str:
@@ -61,117 +55,12 @@ class System:
         return options
 
 
-_GLA, _LINEAR, _RETNET = {"mixer": "gla"}, {"mixer": "linear_attention"}, {"mixer": "retnet"}
-_HEDGEHOG = {"mixer": "gla", "feature_map": "hedgehog"}
-_GDN = {"mixer": "gated_deltanet", "conv_size": 4, "unit_qk": True}
-_KDA = {"mixer": "kda", "conv_size": 4, "unit_qk": True}
-_MESA = {"mixer": "mesa", "conv_size": 4, "unit_qk": True}
-_DELTANET = {"mixer": "deltanet", "conv_size": 4, "unit_qk": True}
-_MAMBA2 = {"mixer": "mamba2", "conv_size": 4, "intermediate_size": None}
-_UNIT, _CLEAN = {"unit_qk": True}, {"clean": True}  # what a control and CCQ add to a backbone
-_PROJECTED = {"clean": True, "step": "projected", "gate_init": 0.5}  # reads beside the paper's: docs/study.md
-_DECAYED, _LEARNED = {"covariance_decay": "backbone"}, {"covariance_decay": "learned"}
-_PLAIN_LINE, _UNIT_LINE, _CCQ_LINE = ("--", "s"), (":", "D"), ("-", "o")
+def _system(name: str, of: list[str], line: list[str], options: Mapping[str, Any] = {}, **told: Any) -> System:
+    shared = {option: value for part in of for option, value in _DATA["options"][part].items()}
+    return System(name, line=(line[0], line[1]), options={**shared, **options}, **told)
 
-# in the order of tables: the paper's seven with what varies them, then other controls and other backbones
-_ALL = (
-    System("mamba2", "Mamba2", "Mamba-2, without MLPs", _MAMBA2, _PLAIN_LINE, paper="mamba2"),
-    System("gla", "GLA", "gated linear attention", _GLA, _PLAIN_LINE, paper="gla"),
-    System("gla-unit", "Unit-norm GLA", "the control of CCQ-GLA: unit q and k, no cleaning",
-           _GLA | _UNIT, _UNIT_LINE),
-    System("gla-unit-equal-state", "Unit-norm GLA, equal state",
-           "unit GLA with keys so much longer that its state is as large as CCQ-GLA's with the covariance",
-           _GLA | _UNIT, ("-.", ">"), equal_state=True),
-    System("gla-hedgehog", "GLA-Hedgehog", "GLA with Hedgehog's learned features",
-           _HEDGEHOG, (":", "v"), paper="gla-hedgehog"),
-    System("gated-deltanet", "Gated DeltaNet",
-           "Gated DeltaNet; its q and k are unit vectors, so it is CCQ's control too",
-           _GDN, _PLAIN_LINE, paper="gated-deltanet"),
-    System("ccq-gla", "CCQ-GLA", "GLA + CCQ", _GLA | _CLEAN, _CCQ_LINE, "gla-unit", "ccq-gla"),
-    System("ccq-gla-no-decay", "CCQ-GLA, bias not decayed",
-           "CCQ-GLA whose gate's bias does not decay: what opens it then is its gradient",
-           _GLA | _CLEAN | {"decay_gate_bias": False}, ("--", "*"), "gla-unit"),
-    System("ccq-gla-open", "CCQ-GLA, gate from 0.5", "CCQ-GLA whose gate starts at 0.5 instead of 0.01",
-           _GLA | _CLEAN | {"gate_init": 0.5}, ("-", "P"), "gla-unit"),
-    System("ccq-gla-fixed-lam", "CCQ-GLA, lam 0.1", "CCQ-GLA with lam = 0.1 without a gate",
-           _GLA | _CLEAN | {"fixed_lam": 0.1}, (":", "h"), "gla-unit"),
-    System("ccq-gla-stats", "CCQ-GLA, stats",
-           "cleaning without the norm: q and k as GLA has them, unit keys in the covariance only",
-           _GLA | _CLEAN | {"normalize": "stats"}, ("-", "<"), "gla"),
-    System("ccq-gla-uncentred", "CCQ-GLA, uncentred", "CCQ-GLA, the mean of the keys not taken away",
-           _GLA | _CLEAN | {"centred": False}, ("-.", "d"), "gla-unit"),
-    System("gla-projected", "GLA, projected read", "GLA; lam is a share of what q has along Sigma q",
-           _GLA | _PROJECTED, ("--", "^"), "gla-unit"),
-    System("gla-projected-decay", "GLA, projected read with decay",
-           "the same over a covariance that forgets as GLA does",
-           _GLA | _PROJECTED | _DECAYED, ("-", "^"), "gla-unit"),
-    System("gla-projected-learned-decay", "GLA, projected read with learned decay",
-           "the same over a covariance that forgets by one learned constant a head",
-           _GLA | _PROJECTED | _LEARNED, ("-.", "^"), "gla-unit"),
-    System("gla-projected-twice", "GLA, projected twice with decay", "two projected steps, with GLA's decay",
-           _GLA | _PROJECTED | _DECAYED | {"steps": 2}, (":", "^"), "gla-projected-decay"),
-    System("ccq-gla-free-scale", "CCQ-GLA, free scale", "control: the paper's step with lam = s sigmoid(.), s learned",
-           _GLA | _CLEAN | {"gate_init": 0.5, "learned_scale": True}, ("--", "P"), "gla-unit"),
-    System("gla-other-head", "GLA, another head's keys",
-           "control: the projected read with decay along what another head's keys make of q",
-           _GLA | _PROJECTED | _DECAYED | {"direction": "other head"}, ("--", "<"), "gla-unit"),
-    System("gla-mean-key", "GLA, mean of the keys", "control: the projected read with decay along the mean key alone",
-           _GLA | _PROJECTED | _DECAYED | {"direction": "mean"}, (":", "<"), "gla-unit"),
-    System("ccq-gated-deltanet", "CCQ-Gated DeltaNet", "Gated DeltaNet + CCQ",
-           _GDN | _CLEAN, _CCQ_LINE, "gated-deltanet", "ccq-gated-deltanet"),
-    System("ccq-gated-deltanet-no-decay", "CCQ-Gated DeltaNet, bias not decayed",
-           "CCQ-Gated DeltaNet whose gate's bias does not decay",
-           _GDN | _CLEAN | {"decay_gate_bias": False}, ("--", "*"), "gated-deltanet"),
-    System("ccq-gated-deltanet-open", "CCQ-Gated DeltaNet, gate from 0.5",
-           "CCQ-Gated DeltaNet whose gate starts at 0.5",
-           _GDN | _CLEAN | {"gate_init": 0.5}, ("-.", "P"), "gated-deltanet"),
-    System("ccq-gated-deltanet-fixed-lam", "CCQ-Gated DeltaNet, lam 0.1",
-           "the paper's ablation: lam = 0.1 without a gate",
-           _GDN | _CLEAN | {"fixed_lam": 0.1}, (":", "h"), "gated-deltanet", "ccq-gated-deltanet-fixed-lam"),
-    System("ccq-gated-deltanet-uncentred", "CCQ-Gated DeltaNet, uncentred",
-           "the paper's ablation: the mean of the keys is not taken away",
-           _GDN | _CLEAN | {"centred": False}, ("--", "d"), "gated-deltanet", "ccq-gated-deltanet-uncentred"),
-    System("gated-deltanet-projected", "Gated DeltaNet, projected read", "Gated DeltaNet with the projected read",
-           _GDN | _PROJECTED, ("--", "^"), "gated-deltanet"),
-    System("gated-deltanet-projected-decay", "Gated DeltaNet, projected read with decay",
-           "the same over a covariance that forgets as Gated DeltaNet does",
-           _GDN | _PROJECTED | _DECAYED, ("-", "^"), "gated-deltanet"),
-    System("transformer", "Transformer", "softmax attention, RoPE, SwiGLU",
-           {"mixer": "attention"}, ("-.", "x"), paper="transformer"),
-    System("gla-current-key", "GLA, current-key read",
-           "unit GLA with Comba's read: q - d k of the same token, d learned",
-           _GLA | _UNIT | {"current_key_read": True}, (":", "X"), "gla-unit"),
-    System("gated-deltanet-current-key", "Gated DeltaNet, current-key read", "Gated DeltaNet with Comba's read",
-           _GDN | {"current_key_read": True}, (":", "X"), "gated-deltanet"),
-    System("ccq-gla-hedgehog", "CCQ-GLA-Hedgehog", "GLA-Hedgehog + CCQ",
-           _HEDGEHOG | _CLEAN, ("-", "v"), "gla-hedgehog"),
-    # other writes, to show that the cleaning does not depend on them
-    System("linear-attention", "Linear attention", "linear attention without forgetting", _LINEAR, _PLAIN_LINE),
-    System("linear-attention-unit", "Unit-norm Linear attention", "the control of CCQ-Linear attention",
-           _LINEAR | _UNIT, _UNIT_LINE),
-    System("ccq-linear-attention", "CCQ-Linear attention", "linear attention + CCQ",
-           _LINEAR | _CLEAN, _CCQ_LINE, "linear-attention-unit"),
-    System("retnet", "RetNet", "RetNet: a fixed decay a head", _RETNET, _PLAIN_LINE),
-    System("retnet-unit", "Unit-norm RetNet", "the control of CCQ-RetNet", _RETNET | _UNIT, _UNIT_LINE),
-    System("ccq-retnet", "CCQ-RetNet", "RetNet + CCQ", _RETNET | _CLEAN, _CCQ_LINE, "retnet-unit"),
-    System("deltanet", "DeltaNet", "DeltaNet: the delta rule without forgetting", _DELTANET, _PLAIN_LINE),
-    System("ccq-deltanet", "CCQ-DeltaNet", "DeltaNet + CCQ", _DELTANET | _CLEAN, _CCQ_LINE, "deltanet"),
-    System("kda", "KDA", "Kimi Delta Attention: the delta rule with a decay for each channel", _KDA, _PLAIN_LINE),
-    System("ccq-kda", "CCQ-KDA", "KDA + CCQ", _KDA | _CLEAN, _CCQ_LINE, "kda"),
-    System("kda-projected-decay", "KDA, projected read with decay",
-           "the projected read over a covariance that forgets as KDA does, the mean of its channels",
-           _KDA | _PROJECTED | _DECAYED, ("-", "^"), "kda"),
-    System("mesa-30", "MesaNet, 30 steps", "MesaNet: reads with (H + Lambda)^-1 q by 30 steps of conjugate gradient",
-           _MESA | {"cg_steps": 30}, _PLAIN_LINE),
-    System("mesa-2", "MesaNet, 2 steps", "MesaNet by two steps, which span what one projected step does",
-           _MESA | {"cg_steps": 2}, (":", "s")),
-    System("mamba2-unit", "Unit-norm Mamba2", "the control of CCQ-Mamba2", _MAMBA2 | _UNIT, _UNIT_LINE),
-    System("ccq-mamba2", "CCQ-Mamba2", "Mamba-2 + CCQ", _MAMBA2 | _CLEAN, _CCQ_LINE, "mamba2-unit"),
-    System("mamba2-projected-decay", "Mamba2, projected read with decay",
-           "the projected read over a covariance that forgets as Mamba-2 does",
-           _MAMBA2 | _PROJECTED | _DECAYED, ("-", "^"), "mamba2-unit"),
-)  # fmt: skip
-SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}
+
+SYSTEMS: dict[str, System] = {name: _system(name, **told) for name, told in _DATA["systems"].items()}
 
 
 def compared(*names: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ccq import cli
-from ccq.train.sweep import READS, TASKS
+from ccq.train.sweep import TASKS
 
 RUNS = Path(__file__).parent.parent / "runs"
 SCRIPTS = sorted(RUNS.glob("*.sh"))
@@ -143,7 +143,7 @@ def test_the_recall_of_the_study_is_of_its_rows_and_tasks(tmp_path):
     expected = [*[("mad", "mad")] * 4, ("mad", "mad-fuzzy"), *(("mqar", size) for size in TASKS["mqar"].sizes)]
     assert sorted(told[::2]) == sorted(told[1::2]) == sorted(expected)  # each in both tiers
     for words in commands:
-        assert tuple(words[words.index("--rows") + 1].split(",")) == READS
+        assert words[words.index("--rows") + 1].split(",") == TASKS["mad"].rows["rows"]
         assert "model.conv_size=4" in words
 
 

@@ -207,14 +207,18 @@ def detach(model: nn.Module) -> nn.Module:
     return model
 
 
+def gates_of(model: nn.Module) -> dict[str, Tensor]:
+    layers = attached(model)
+    return {f"layers.{i}.{name}": x for i in layers for name, x in layers[i].cleaner.state_dict().items()}
+
+
 def save_adapter(model: Any, folder: str | Path) -> None:
     """Write the gates and what was asked of `attach` to a folder; the model itself stays where it came from."""
     from safetensors.torch import save_file
 
     import ccq
 
-    found = attached(model)
-    if not found:
+    if not attached(model):
         raise AttachError(f"{type(model).__name__} has no cleaning attached: there is nothing to save")
     base = getattr(model.config, "_name_or_path", None) or None
     told = {
@@ -223,16 +227,11 @@ def save_adapter(model: Any, folder: str | Path) -> None:
         "ccq_version": ccq.__version__,
         **getattr(model.config, FLAG),
     }
-    tensors = {
-        f"layers.{index}.{name}": x.detach().contiguous()
-        for index, layer in found.items()
-        for name, x in layer.cleaner.state_dict().items()
-    }
     older = Path(folder, CONFIG).exists() and read_adapter(Path(folder))
     ours = older and (older["base_model"], older["model_type"]) == (told["base_model"], told["model_type"])
     check_free(Path(folder), None, ours=bool(ours), older="one with an older adapter of this model")
     with whole_folder(Path(folder), CONFIG) as writing:
-        save_file(tensors, writing / WEIGHTS)
+        save_file({name: x.contiguous() for name, x in gates_of(model).items()}, writing / WEIGHTS)
         write_json(writing / CONFIG, told)
 
 
@@ -244,11 +243,7 @@ def load_adapter(model: Any, folder: str | Path) -> nn.Module:
         raise AttachError(f"{folder}: expected a model of {told['model_type']}, got {model.config.model_type}")
     tensors = read_gates(folder)
     attach(model, **{name: told[name] for name in inspect.signature(attach).parameters if name in told})
-    expected = {
-        f"layers.{index}.{name}": x
-        for index, layer in attached(model).items()
-        for name, x in layer.cleaner.state_dict().items()
-    }
+    expected = gates_of(model)
     wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
     if wrong or len(tensors) != len(expected):
         detach(model)

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.adapter.cache import read_covariance, write_covariance
 from ccq.errors import UserError
 from ccq.mixers import QueryCleaner
 from ccq.mixers.base import Sequences
@@ -29,6 +28,8 @@ from ccq.mixers.norms import unit
 from ccq.ops import CovarianceState
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx")
+
+AT = "covariance_at"  # attribute of a cache layer: the first of three indices among its states
 
 
 class AttachError(UserError, ValueError):
@@ -130,8 +131,6 @@ def nothing(call: Call, function: Callable, *args: Any, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """Layers that call the same functions."""
-
     replaced: dict[str, Callable]  # by the name of the layer's own: its stand-in, called with the Call and that one
     heads: str  # the attribute of the layer that says how many key heads it has
     size: str  # and how large they are
@@ -239,3 +238,49 @@ def borders_of(packing: dict[str, Any], length: int) -> list[int]:
         return [0, length]
     changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero()[:, 0] + 1
     return [0, *changes.tolist(), length]
+
+
+# -- the covariance in other people's caches, where they reorder, reset and move what they hold ------------------------
+
+
+def read_covariance(cache: Any, layer: int) -> CovarianceState | None:
+    """That of the tokens in the cache; None: there are none."""
+    if of_fla(cache):
+        state = (cache[layer] if len(cache) > layer else None) or {}
+        at, filled = state.get("covariance"), state.get("recurrent_state") is not None
+    else:
+        held = cache.layers[layer]
+        at, filled = getattr(held, AT, None), held.has_previous_state[0]
+    if at is None:
+        if filled:
+            raise ValueError(
+                "past_key_values: expected a cache that the model filled with cleaning attached, got others'"
+            )
+        return None
+    if of_fla(cache):
+        return at
+    return CovarianceState(*(held.recurrent_states[at + i] for i in range(3))) if held.has_previous_state[at] else None
+
+
+def write_covariance(cache: Any, layer: int, state: CovarianceState) -> None:
+    """transformers' LinearAttentionLayer holds several recurrent states, each with a convolution: three more. fla's
+    cache holds a dict."""
+    if of_fla(cache):
+        cache[layer]["covariance"] = state
+        return
+    held = cache.layers[layer]
+    if not hasattr(held, AT):
+        setattr(held, AT, held.number_of_states)
+        for index in range(held.number_of_states, held.number_of_states + 3):
+            held.recurrent_states[index] = None
+            held.is_conv_states_initialized[index] = held.is_recurrent_states_initialized[index] = False
+            held.conv_states[index], held.conv_kernel_size[index] = torch.empty(0), 0  # `crop` cuts it
+        held.number_of_states += 3
+    at = getattr(held, AT)
+    for index, x in enumerate((state.second_moment, state.key_sum, state.count), at):
+        cache.update_recurrent_state(x, layer, state_idx=index)
+        held.has_previous_state[index] = True
+
+
+def of_fla(cache: Any) -> bool:
+    return any(cls.__module__.startswith("fla.") for cls in type(cache).__mro__)

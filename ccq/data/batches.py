@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -31,15 +32,6 @@ class Batch(NamedTuple):
     positions: Int[Tensor, "B P"] | None = None  # with it the labels, [B, P] too, are of these tokens of each row alone
 
 
-class Source(Protocol):
-    """A batch is a pure function of (seed, step); rank and world only say which rows of it come back."""
-
-    batch_size: int  # sequences of all ranks in a step
-    vocab_size: int
-
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch: ...
-
-
 def part(size: int, rank: int, world: int) -> slice:
     """The rows of a global batch that belong to `rank`."""
     if not 0 <= rank < world:
@@ -49,6 +41,44 @@ def part(size: int, rank: int, world: int) -> slice:
             f"batch_size={size} must be a multiple of the number of parts (ranks times accumulation), {world}"
         )
     return slice(rank * size // world, (rank + 1) * size // world)
+
+
+class Source:
+    """Sequences of some kinds, each of one length. A batch is of one kind and a pure function of (seed, step); rank and
+    world only say which rows of it come back."""
+
+    batch_size: int  # sequences of all ranks in a step
+    vocab_size: int
+    counts: list[int]  # sequences of each kind
+
+    def plan(self, step: int) -> tuple[int, np.ndarray]:
+        """The kind that is trained on at a step, and the numbers [batch_size] of its sequences."""
+        raise NotImplementedError
+
+    def of(self, kind: int, ids: np.ndarray) -> Batch:
+        """The sequences of a kind with these numbers; -1 is one that scores nothing."""
+        raise NotImplementedError
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step}")
+        kind, ids = self.plan(step)
+        return self.of(kind, ids[part(self.batch_size, rank, world)])
+
+    def in_order(
+        self, batch_size: int, rank: int = 0, world: int = 1, most: int | None = None
+    ) -> Iterator[tuple[int, Batch]]:
+        """Every sequence (or the first `most` of a kind) once, for evaluation: `batch_size` a rank at a time, ranks in
+        turn, with its kind.
+
+        All ranks get equally many batches of one shape, since they meet in collectives: what is missing in the last is
+        filled up.
+        """
+        for kind, count in enumerate(self.counts):
+            count = count if most is None else min(most, count)
+            for first in range(0, count, batch_size * world):
+                ids = first + np.arange(batch_size * world)
+                yield kind, self.of(kind, np.where(ids < count, ids, -1)[part(batch_size * world, rank, world)])
 
 
 class Steps(IterableDataset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ def main(arguments: Sequence[str]) -> int:
     add_inputs(tokenizer)
     tokenizer.add_argument("--out", type=Path, required=True, help="folder for the tokenizer")
     tokenizer.add_argument("--vocab-size", type=int, default=32_000, help="entries (default: %(default)s)")
-    tokenizer.add_argument("--no-split-digits", action="store_true", help="let numbers become tokens")
     tokenizer.add_argument("--force", action="store_true", help="replace the tokenizer in OUT; its files are removed")
     tokenizer.add_argument("--sample", type=size, help="learn from this many bytes at most (500M, 2G)")
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     add_inputs(prepare)
     prepare.add_argument("--tokenizer", required=True, help="folder of a tokenizer, or its name on the Hub")
     prepare.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    prepare.add_argument("--workers", type=int, help="processes (default: one a core; 0: none)")
+    prepare.add_argument("--workers", type=int, help="threads (default: one a core)")
     prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens a shard (default: %(default)s)")
     prepare.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N documents")
     prepare.add_argument("--max-tokens", type=size, help="stop with the document that reaches this (10M, 15G)")
@@ -90,10 +90,8 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     inputs = inputs_of(options)
     check_free(options.out, options.force)
     with whole_folder(options.out, last="tokenizer.json", instead_of=TOKENIZER_FILES) as out:
-        tokenizer = train_tokenizer(
-            inputs, options.vocab_size, not options.no_split_digits, options.sample,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        tokenizer = train_tokenizer(inputs, options.vocab_size, options.sample, say)
         tokenizer.save_pretrained(out)
     found = vocabulary(tokenizer)
     fewer = "" if found == options.vocab_size else f" ({options.vocab_size:,} asked for: the text gives no more)"
@@ -102,20 +100,14 @@ def run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    from ccq.data.needles import FORMS, Needles
+    from ccq.data.needles import Needles
     from ccq.data.prepare import Preparation, prepare
 
-    needles = None
-    if options.needles:
-        needles = Needles(
-            options.needles,
-            tuple(options.needle_forms or FORMS),
-            options.needle_seed,
-            tuple(options.needle_length or Needles.length),
-            tuple(options.needle_exclude),
-        )
-    elif options.needle_forms or options.needle_length or options.needle_exclude:
+    asked = {name: getattr(options, f"needle_{name}") for name in ("forms", "length", "exclude")}
+    given: Any = {name: tuple(value) for name, value in asked.items() if value}
+    if given and not options.needles:
         raise DataError("--needle-forms, --needle-length and --needle-exclude need --needles SHARE")
+    needles = Needles(options.needles, seed=options.needle_seed, **given) if options.needles else None
     what = Preparation(
         inputs_of(options), options.tokenizer, options.shard_tokens, options.skip, options.max_tokens, needles
     )

@@ -30,8 +30,7 @@ from ccq.data.counter import bits, key_of, uniform
 from ccq.data.recall import Recall, Slice
 
 NOISE = 16  # tokens that noise is made of, where there is any
-# of all its baselines: a run of 200 epochs
-SAMPLES, TEST_SAMPLES, EPOCHS = 12_800, 1_280, 200
+SAMPLES, TEST_SAMPLES = 12_800, 1_280  # of all its baselines
 
 
 def vocabularies(vocab_size: int, motif: int, noise: float) -> tuple[range, range, range]:

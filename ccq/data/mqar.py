@@ -8,7 +8,7 @@ there, the label is the key's value.
 
 Keys are drawn from 1 .. V/2 - 1 and values from V/2 .. V - 1, each without replacement. Pair i is asked for at
 2 P + 2 g_i, where the gaps g are drawn from range((L - 2 P) / 2) without replacement, in proportion to
-(g + 1)^(power_a - 1). What is left (.) is random over the whole vocabulary.
+(g + 1)^(POWER_A - 1). What is left (.) is random over the whole vocabulary.
 
 With `updates`, zoology's forgetting variant, so many of the keys stand once more behind the pairs, each with another
 value: that one is asked for.
@@ -30,11 +30,9 @@ def _slices(samples: int, *kinds: tuple[int, int]) -> tuple[Slice, ...]:
 
 
 # zoology's settings
+POWER_A = 0.01
 TRAIN = (Slice(64, 4, 100_000), *_slices(20_000, (128, 8), (256, 16), (256, 32), (256, 64)))
 TEST = _slices(1000, (64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
-# and those of its forgetting variant
-UPDATES = 4
-OVERWRITTEN_TRAIN = (Slice(64, 4, 100_000), *_slices(20_000, (128, 9), (256, 16), (256, 25), (256, 36)))
 OVERWRITTEN_TEST = _slices(1000, (64, 4), (64, 9), (128, 16), (256, 36), (512, 64), (1024, 144), (2048, 256))
 
 
@@ -52,15 +50,7 @@ def distinct(key: int, index: np.ndarray, size: int, count: int) -> np.ndarray:
 
 
 def make_samples(
-    index: np.ndarray,
-    length: int,
-    pairs: int,
-    *,
-    key: int,
-    vocab_size: int = 8192,
-    power_a: float = 0.01,
-    random_non_queries: bool = True,
-    updates: int = 0,
+    index: np.ndarray, length: int, pairs: int, *, key: int, vocab_size: int = 8192, updates: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and labels [len(index), length] of the samples with these indices; see the top of the file."""
     if length % 2 or 4 * pairs + 2 * updates > length or pairs < 1:
@@ -87,7 +77,7 @@ def make_samples(
 
     # drawing without replacement in proportion to p is taking the smallest of E / p, with E exponential, in their order
     space = (length - context) // 2
-    p = np.arange(1, space + 1) ** (power_a - 1.0)
+    p = np.arange(1, space + 1) ** (POWER_A - 1.0)
     arrival = -np.log(uniform(key_of("gaps", key), index, space)) / p
     gaps = np.argsort(arrival, axis=1, kind="stable")[:, :pairs]
 
@@ -96,10 +86,8 @@ def make_samples(
     inputs[:, 0:context:2], inputs[:, 1:context:2] = stored
     np.put_along_axis(inputs, context + 2 * gaps, keys, axis=1)
     np.put_along_axis(labels, context + 2 * gaps, last, axis=1)
-    if random_non_queries:
-        noise = (bits(key_of("noise", key), index, length) % np.uint64(vocab_size)).astype(np.int64)
-        inputs = np.where(inputs == 0, noise, inputs)
-    return inputs, labels
+    noise = (bits(key_of("noise", key), index, length) % np.uint64(vocab_size)).astype(np.int64)
+    return np.where(inputs == 0, noise, inputs), labels
 
 
 @dataclass(eq=False)
@@ -110,13 +98,9 @@ class MQAR(Recall):
     slices: tuple[Slice, ...] = TRAIN
     _: KW_ONLY
     vocab_size: int = 8192
-    power_a: float = 0.01
-    random_non_queries: bool = True
     updates: int = 0
     name, second = "mqar", "pairs"
 
     def make(self, index: np.ndarray, slice_: Slice, key: int) -> tuple[np.ndarray, np.ndarray]:
-        return make_samples(
-            index, slice_.length, slice_.pairs, key=key, vocab_size=self.vocab_size, power_a=self.power_a,
-            random_non_queries=self.random_non_queries, updates=self.updates,
-        )  # fmt: skip
+        how = {"key": key, "vocab_size": self.vocab_size, "updates": self.updates}
+        return make_samples(index, slice_.length, slice_.pairs, **how)

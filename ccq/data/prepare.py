@@ -1,4 +1,4 @@
-"""Text into token shards: documents are read here, encoded in worker processes, and written here in order.
+"""Text into token shards: documents are read, encoded in threads, and written in order.
 
 The result is the same for every number of workers. A shard counts once it has its name and stands in the index; killed
 at any time, the same call goes on behind the last shard that counts.
@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import queue
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,23 +20,21 @@ from typing import Any
 import numpy as np
 
 import ccq
-from ccq.data import DataError, encoder
+from ccq.data import DataError
 from ccq.data.needles import Mixed, Needles
 from ccq.data.shards import FORMAT, INDEX, VERSION, ShardWriter, check_shard, read_index, token_dtype
 from ccq.data.sources import PIECE, Inputs, Piece, Position
-from ccq.data.tokenizer import load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
+from ccq.data.tokenizer import Encoder, load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
 from ccq.files import check_free, locked, write_json
 
 Marked = tuple[Piece, Mixed | None]  # a piece, and how far the mixing went after it
 
-CHUNK = PIECE  # characters a worker gets at once: a fraction of a second's work
-AHEAD = 3  # chunks a worker that are under way
+CHUNK = PIECE  # characters a thread gets at once: a fraction of a second's work
+AHEAD = 3  # chunks a thread that are under way
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What goes into the shards."""
-
     inputs: Inputs
     tokenizer: str | Path
     shard_tokens: int = 2**26  # a shard ends with the document that reaches this
@@ -52,7 +46,7 @@ class Preparation:
 def prepare(what: Preparation, out: str | Path, workers: int | None = None, progress: bool = False) -> dict[str, Any]:
     """Write the shards of `what` into the folder `out` and return their index; on an unfinished folder, go on.
 
-    workers: processes that encode; None for one a core, 0 to encode in this one.
+    workers: threads that encode; None for one a core.
     """
     out = Path(out)
     for name, value, least in (("shard_tokens", what.shard_tokens, 1), ("max_tokens", what.max_tokens, 1),
@@ -96,8 +90,7 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
             check_free(out, None, ours=(out / INDEX).exists(), older="one that this command began")
             write_json(out / INDEX, index)
         tokenizer.save_pretrained(out / "tokenizer")
-        with Encoders(tokenizer_json(tokenizer), dtype, workers) as encoders:
-            write_shards(what, index, out, encoders, dtype, progress)
+        write_shards(what, index, out, Encoder(tokenizer_json(tokenizer), dtype.str), workers, progress)
     return index
 
 
@@ -126,7 +119,7 @@ def shortened(value: object) -> str:
 
 
 def write_shards(
-    what: Preparation, index: dict[str, Any], out: Path, encoders: Encoders, dtype: np.dtype, progress: bool
+    what: Preparation, index: dict[str, Any], out: Path, encode: Encoder, workers: int | None, progress: bool
 ) -> None:
     """Write the shards that are missing; the index on disk says after each how far it went."""
     resume = index["resume"]
@@ -135,7 +128,7 @@ def write_shards(
     if what.skip and start == Position():
         pieces = without_first(pieces, what.skip)
     marked = what.needles.mix(pieces, mixed) if what.needles else ((piece, mixed) for piece in pieces)
-    eos = np.array([index["tokenizer"]["eos_id"]], dtype=dtype)
+    eos = np.array([index["tokenizer"]["eos_id"]], dtype=encode.dtype)
     writer: ShardWriter | None = None
 
     def finish() -> None:
@@ -147,10 +140,10 @@ def write_shards(
 
     try:
         with bar(what.inputs.size() if progress else None, progress) as tell:
-            for (piece, after), ids in encoders(chunks(marked)):
+            for (piece, after), ids in encoded(chunks(marked), encode, workers):
                 if writer is None:
                     path = out / f"shard-{len(index['shards']):05d}.bin"
-                    writer = ShardWriter(path, index["tokenizer"]["hash"], dtype)
+                    writer = ShardWriter(path, index["tokenizer"]["hash"], encode.dtype)
                 writer.write(ids)
                 if piece.last:
                     writer.write(eos)
@@ -198,69 +191,29 @@ def without_first(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
             count -= 1
 
 
-class Encoders:
-    """Worker processes (ccq/data/encoder.py), fed so that none waits, with a bounded number of chunks under way."""
+def encoded(
+    chunks: Iterable[list[Marked]], encode: Encoder, workers: int | None
+) -> Iterator[tuple[Marked, np.ndarray]]:
+    """The pieces of the chunks, in order, each with its ids; a bounded number of chunks is under way."""
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads are the parallelism
+    threads = ThreadPoolExecutor(max(workers, 1))  # the tokenizer lets go of the interpreter
+    waiting: deque[tuple[list[Marked], Future]] = deque()
 
-    def __init__(self, tokenizer: str, dtype: np.dtype, workers: int | None) -> None:
-        if workers is None:
-            workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers, setup = workers, (tokenizer, dtype.str)
-        self.local = encoder.Encoder(*setup) if workers == 0 else None
-        self.processes: list[Any] = []  # with pipes to both ends
-        self.free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.threads = ThreadPoolExecutor(max_workers=max(workers, 1))
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
-        command = [sys.executable, "-P", encoder.__file__]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 2**20}
-        for _ in range(workers):
-            process: Any = subprocess.Popen(command, env=environment, **pipes)
-            self.processes.append(process)
-            pickle.dump(setup, process.stdin)
-            self.free.put(process)
+    def oldest() -> Iterator[tuple[Marked, np.ndarray]]:
+        chunk, ids = waiting.popleft()
+        return zip(chunk, ids.result(), strict=True)
 
-    def __enter__(self) -> Encoders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()  # they keep nothing; those at work would finish their chunk first
-        self.threads.shutdown(cancel_futures=True)
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(BrokenPipeError):  # what was to be sent to it
-                    pipe.close()
-
-    def __call__(self, chunks: Iterable[list[Marked]]) -> Iterator[tuple[Marked, np.ndarray]]:
-        """The pieces of the chunks, in order, each with its ids."""
-        waiting: deque[tuple[list[Marked], Future]] = deque()
-
-        def oldest() -> Iterator[tuple[Marked, np.ndarray]]:
-            chunk, ids = waiting.popleft()
-            return zip(chunk, ids.result(), strict=True)
-
+    try:
         for chunk in chunks:
-            waiting.append((chunk, self.threads.submit(self._encode, [piece.text for piece, _ in chunk])))
-            if len(waiting) > AHEAD * self.workers:
+            waiting.append((chunk, threads.submit(encode, [piece.text for piece, _ in chunk])))
+            if len(waiting) > AHEAD * workers:
                 yield from oldest()
         while waiting:
             yield from oldest()
-
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        if self.local:
-            return self.local(texts)
-        process = self.free.get()
-        try:
-            pickle.dump(texts, process.stdin, protocol=5)
-            process.stdin.flush()
-            answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            raise DataError(f"an encoding process died (exit code {process.poll()}): was memory short?") from None
-        finally:
-            self.free.put(process)  # a dead one too, or a thread would wait for it forever
-        if isinstance(answer, str):
-            raise DataError(f"encoding failed: {answer}")
-        return answer
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -141,19 +141,16 @@ def check_shard(folder: Path, index: dict[str, Any], entry: dict[str, Any], chec
 class TokenShards:
     """The stream of tokens in a folder made by `ccq data prepare`, memory-mapped.
 
-    tokenizer   hash of the tokenizer that the tokens must come from, or None for any
-    checksums   read every byte once and compare (about a second a gigabyte); otherwise only sizes and footers. In a
-                distributed run one rank may do it for all.
+    `checksums` reads every byte once and compares (about a second a gigabyte); otherwise only sizes and footers are. In
+    a distributed run one rank may do it for all.
     """
 
-    def __init__(self, folder: str | Path, *, tokenizer: str | None = None, checksums: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, checksums: bool = True) -> None:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
         if not self.index["complete"]:
             raise ShardError(f"{self.folder} is unfinished: run the same `ccq data prepare` again, it goes on")
         self.tokenizer_hash: str = self.index["tokenizer"]["hash"]
-        if tokenizer is not None and tokenizer != self.tokenizer_hash:
-            raise ShardError(f"{self.folder} is foreign: its tokenizer is {self.tokenizer_hash}, expected {tokenizer}")
         entries = self.index["shards"]
         with ThreadPoolExecutor(max_workers=4) as pool:  # hashing leaves the interpreter's lock
             list(pool.map(lambda entry: check_shard(self.folder, self.index, entry, checksums), entries))

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import codecs
 import fnmatch
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,14 +232,9 @@ def cut_before(text: str) -> int:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """The file itself, to tell how far it was read, and its content, unpacked."""
-    with open(path, "rb") as raw, naming_damage(path, (DamagedError, EOFError, gzip.BadGzipFile, zlib.error)):
-        if path.suffix == ".zst":
-            yield raw, unpacked(raw)
-        elif path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=raw) as content:
-                yield raw, content
-        else:
-            yield raw, raw
+    with open(path, "rb") as raw, naming_damage(path, (DamagedError,)):
+        packed = {".zst": "zstd", ".gz": "gzip"}.get(path.suffix)
+        yield raw, raw if packed is None else unpacked(raw, packed)
 
 
 @contextmanager

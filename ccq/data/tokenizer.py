@@ -13,6 +13,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ccq.data import DataError
 from ccq.data.sources import Inputs, Piece
 from ccq.names import duration
@@ -26,28 +28,24 @@ END_OF_TEXT = "<|endoftext|>"
 def train_tokenizer(
     inputs: Inputs,
     vocab_size: int = 32_000,
-    split_digits: bool = True,
     sample: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE, the same for the same text on every machine. Any text is encoded and decoded without loss.
 
-    split_digits   each digit is a token; otherwise frequent numbers become tokens and others are cut unevenly
-    sample         bytes of text to learn from: of each file a beginning in proportion to its size; None for all
-    say            gets a line every few seconds: how far it is, and how long the rest of the text takes
+    sample   bytes of text to learn from: of each file a beginning in proportion to its size; None for all
+    say      gets a line every few seconds: how far it is, and how long the rest of the text takes
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
-
-    from ccq.data.encoder import repaired
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 1:
         raise DataError(f"vocab_size must be at least {len(alphabet) + 1} (bytes and {END_OF_TEXT}), got {vocab_size}")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if split_digits else []
+    digits = pre_tokenizers.Digits(individual_digits=True)  # or others than frequent numbers would be cut unevenly
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
@@ -129,6 +127,26 @@ def beginning(pieces: Iterator[Piece], size: int) -> Iterator[Piece]:
         size -= len(content)
         if size <= 0:
             return
+
+
+def repaired(text: str) -> str:
+    """The text with half surrogate pairs, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class Encoder:
+    def __init__(self, tokenizer: str, dtype: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.tokenizer, self.dtype = Tokenizer.from_str(tokenizer), np.dtype(dtype)
+        self.tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of it
+
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+        try:
+            found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:  # half surrogate pairs
+            found = self.tokenizer.encode_batch_fast([repaired(t) for t in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in found]
 
 
 def load_tokenizer(name: str | Path) -> Any:

@@ -10,18 +10,17 @@ a gap, so what is left of one that does not fill a global batch shares it with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ccq.data.batches import IGNORE, Batch, part
+from ccq.data.batches import IGNORE, Batch, Source
 from ccq.data.counter import key_of, permute
 from ccq.data.shards import ShardError, TokenShards
 
 
-class TokenWindows:
+class TokenWindows(Source):
     """Windows of `length` tokens out of prepared shards, `batch_size` of them a step over all ranks.
 
     reset   documents do not see each other: `cu_seqlens` has a border before the end-of-text that ends a document,
@@ -41,34 +40,17 @@ class TokenWindows:
         self.length, self.batch_size, self.seed, self.reset = length, batch_size, seed, reset
         self.vocab_size = self.shards.vocab_size
         self.windows = -(-(self.shards.tokens - 1) // length)
+        self.counts = [self.windows]
 
-    def window_ids(self, step: int) -> np.ndarray:
-        """[batch_size]: the windows of all ranks at a step."""
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}")
+    def plan(self, step: int) -> tuple[int, np.ndarray]:
         at = step * self.batch_size + np.arange(self.batch_size)
         ids = np.empty(self.batch_size, np.int64)
         for epoch in np.unique(at // self.windows):
             here = at // self.windows == epoch
             ids[here] = permute(at[here] % self.windows, self.windows, key_of("windows", self.seed, epoch))
-        return ids
+        return 0, ids
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        return self.of(self.window_ids(step)[part(self.batch_size, rank, world)])
-
-    def in_order(self, batch_size: int, rank: int = 0, world: int = 1, windows: int | None = None) -> Iterator[Batch]:
-        """Every window (or the first `windows`) once, for evaluation: `batch_size` a rank at a time, ranks in turn.
-
-        All ranks get equally many batches of one shape, since they meet in collectives: what is missing in the last is
-        filled with window -1, which scores nothing.
-        """
-        count = self.windows if windows is None else min(windows, self.windows)
-        for first in range(0, count, batch_size * world):
-            ids = first + np.arange(batch_size * world)
-            yield self.of(np.where(ids < count, ids, -1)[part(batch_size * world, rank, world)])
-
-    def of(self, ids: np.ndarray) -> Batch:
-        """The windows with these ids; -1 is an empty one."""
+    def of(self, kind: int, ids: np.ndarray) -> Batch:
         L = self.length
         inputs = np.full((len(ids), L), self.shards.eos_id, np.int64)
         labels = np.full((len(ids), L), IGNORE, np.int64)

@@ -254,37 +254,15 @@ def _divides(name: str, value: int, whole_name: str, whole: int) -> None:
         raise ValueError(f"{name}: expected a divisor of {whole_name} = {whole}, got {value}")
 
 
-# The options that make a size. "layers": of a linear-attention model, of the Transformer and of Mamba2, whose layers
-# weigh less; with them all three weigh about the same.
-_SHAPES: dict[str, dict[str, Any]] = {
-    "1.3b": {"layers": (21, 24, 48), "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 6,
-             "key_size": 256, "value_size": 512},
-    "500m": {"layers": (21, 35, 65), "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 6,
-             "key_size": 256, "value_size": 512},
-    "nano": {"layers": (8, 9, 18), "hidden_size": 512, "intermediate_size": 1408, "num_heads": 3,
-             "key_size": 128, "value_size": 256},
-    "pico": {"layers": (4, 5, 8), "hidden_size": 256, "intermediate_size": 704, "num_heads": 3,
-             "key_size": 64, "value_size": 128, "vocab_size": 8192, "tie_word_embeddings": True},
-    "tiny": {"layers": (2, 2, 3), "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
-             "key_size": 16, "value_size": 32, "state_size": 16, "head_size": 16, "vocab_size": 256},
-}  # fmt: skip
-# of MAD: two blocks of mixer and SwiGLU; Mamba2, which has no MLP, twice the mixers
-_MAD = {"layers": (2, 2, 4), "hidden_size": 128, "intermediate_size": 352, "num_heads": 8, "key_size": 16,
-        "value_size": 16, "state_size": 64, "head_size": 64}  # fmt: skip
-_SHAPES |= {"mad-noisy": _MAD | {"vocab_size": 32}, "mad-fuzzy": _MAD | {"vocab_size": 16}}
-_WIDTHS = {"mqar256": 256, "mqar": 128, "mqar-overwrite": 128, "mqar64": 64}  # of zoology's recall models
-
-
 def presets() -> tuple[str, ...]:
-    """The names of all presets."""
     return tuple(f"{system}-{size}" for system in SYSTEMS for size in SIZES)
 
 
 def sized(mixer: str, size: str) -> dict[str, Any]:
     """The options that make a size, of a model with this mixer."""
-    if size in _WIDTHS:
-        return _zoology(mixer, _WIDTHS[size])
-    options = {**_SHAPES[size], "feature_map_size": _SHAPES[size]["key_size"] // 2}
+    if "width" in SIZES[size]:
+        return _zoology(mixer, SIZES[size]["width"])
+    options = {**SIZES[size]["model"], "feature_map_size": SIZES[size]["model"]["key_size"] // 2}
     linear, attention, mamba2 = options.pop("layers")
     options["num_hidden_layers"] = {"attention": attention, "mamba2": mamba2}.get(mixer, linear)
     if mixer == "mesa":  # values as long as keys, at most 128, and together as wide as the model: as its paper has them

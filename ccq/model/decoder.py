@@ -18,14 +18,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ccq.mixers import LayerState, Sequences, make_mixer
-from ccq.mixers.linear import bare, watched
+from ccq.mixers.linear import bare, few_rows, project, watched
+from ccq.mixers.norms import RMSNorm, fused
 from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
 from ccq.model.graphs import Decoding
-from ccq.model.layers import RMSNorm, SwiGLU, add_norm
 from ccq.model.loss import IGNORE, linear_cross_entropy
 from ccq.model.packing import arrange, borders_of, decodes
+from ccq.ops.choose import choose
 from ccq.ops.precision import stats_dtype
 
 
@@ -38,6 +39,42 @@ class CausalLMOutput(ModelOutput):
     past_key_values: CCQCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     scored: Tensor | None = None  # how many tokens the loss is of
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        how = choose("swiglu", few_rows(x, (self.gate_proj, self.up_proj)))
+        if how == "triton":
+            from ccq.mixers import kernels  # imports Triton
+
+            return self.down_proj(kernels.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
+        gate, up = project(x, (self.gate_proj, self.up_proj))
+        if how == "fla":
+            from fla.modules.activations import swiglu, swiglu_linear
+
+            if bare(self.down_proj):
+                return swiglu_linear(gate, up, self.down_proj.weight, None)
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(F.silu(gate) * up)
+
+
+def add_norm(x: Float[Tensor, "*B D"], y: Float[Tensor, "*B D"], norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + y, and its norm: one pass over memory on a GPU."""
+    if fused(x):
+        from fla.modules.norm.layernorm import rms_norm
+
+        normed, total = rms_norm(y, norm.weight, None, residual=x, eps=norm.eps, prenorm=True)
+        return total, normed
+    x = x + y
+    return x, norm(x)
 
 
 class Block(GradientCheckpointingLayer):
@@ -153,11 +190,7 @@ class CCQModel(CCQPreTrainedModel):
         cu_seqlens: Int[Tensor, " N1"] | None = None,
         output_attentions: bool | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
-        seq_idx: Int[Tensor, "1 T"] | None = None,
-        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
-        cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
+        **packed: Any,
     ) -> Any:
         """Hidden states [B, T, D] after the last norm; zero at padding.
 
@@ -167,13 +200,10 @@ class CCQModel(CCQPreTrainedModel):
             use_cache: whether to return a cache; by default as the config says, and not in training.
             cu_seqlens: borders of sequences packed into one row, each of which starts anew.
             output_attentions: refused: no mixer has them.
-            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: packed sequences as other libraries tell them, in place
-                of cu_seqlens; max_length_q and max_length_k follow from them.
+            position_ids, packed: packed sequences as other libraries tell them, in place of cu_seqlens: see borders_of.
         """
-        cu_seqlens = borders_of(
-            input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,
-            position_ids=position_ids, seq_idx=seq_idx, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
-        )  # fmt: skip
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        cu_seqlens = borders_of(tokens, past_key_values, attention_mask, cu_seqlens, position_ids, **packed)
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions: expected False: linear attention has none, and softmax keeps none")
         if output_hidden_states is None:
@@ -298,11 +328,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         position_ids: Int[Tensor, "B T"] | None = None,
-        seq_idx: Int[Tensor, "1 T"] | None = None,
-        cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
-        cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
+        **packed: Any,
     ) -> Any:
         """Logits, or with labels or targets the loss.
 
@@ -315,13 +341,10 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
                 losses of the parts of a batch add up to that of the whole.
             graph_length: decode single tokens through a CUDA graph, with room for sequences of that length.
 
-        position_ids, seq_idx, cu_seq_lens_q and cu_seq_lens_k are packed sequences as other libraries tell them, in
-        place of cu_seqlens; max_length_q and max_length_k follow from them. The others: see CCQModel.
+        The others: see CCQModel.
         """
-        cu_seqlens = borders_of(
-            input_ids if input_ids is not None else inputs_embeds, past_key_values, attention_mask, cu_seqlens,
-            position_ids=position_ids, seq_idx=seq_idx, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
-        )  # fmt: skip
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        cu_seqlens = borders_of(tokens, past_key_values, attention_mask, cu_seqlens, position_ids, **packed)
         scoring = labels is not None or targets is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -116,24 +116,28 @@ def borders_of(
     cache: CCQCache | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    **others: Tensor | None,
+    position_ids: Int[Tensor, "B T"] | None = None,
+    seq_idx: Int[Tensor, "1 T"] | None = None,
+    cu_seq_lens_q: Int[Tensor, " N1"] | None = None,
+    cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
 ) -> Tensor | None:
-    """cu_seqlens, as given or from what other libraries call them: cu_seq_lens_q and _k, seq_idx, position_ids.
+    """cu_seqlens, as given or from what other libraries call them; the longest lengths follow from them.
 
     Raises where two of them contradict each other, or positions are not those that the model counts itself.
     """
-    if tokens is None or all(x is None for x in others.values()):
+    found = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    if tokens is None or all(x is None for x in (position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k)):
         return cu_seqlens
     shape, seen = tokens.shape[:2], 0 if cache is None else cache.get_seq_length()
-    found = {"cu_seqlens": cu_seqlens} | {name: others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     given = {name: borders.tolist() for name, borders in found.items() if borders is not None}
-    index, positions = others.get("seq_idx"), others.get("position_ids")
-    if index is not None:
-        if shape[0] != 1 or index.shape != shape:
-            raise ValueError(f"seq_idx: expected shape [1, T], of one packed row, got {list(index.shape)}")
-        given["seq_idx"] = _borders(index[0].diff() != 0)
-    if positions is not None:
-        restarts = _restarts(positions, shape, seen, mask)
+    if seq_idx is not None:
+        if shape[0] != 1 or seq_idx.shape != shape:
+            raise ValueError(f"seq_idx: expected shape [1, T], of one packed row, got {list(seq_idx.shape)}")
+        given["seq_idx"] = _borders(seq_idx[0].diff() != 0)
+    if position_ids is not None:
+        restarts = _restarts(position_ids, shape, seen, mask)
         if restarts is not None:
             given["position_ids"] = _borders(restarts)
     for name, borders in given.items():

@@ -1,7 +1,7 @@
-"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. It is transformers' own, with our models known to it.
+"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. Its answers are those of transformers' own.
 
 batches.py   requests that wait are generated together
-app.py       what stands before transformers' server: the key, the checks, errors in OpenAI's form
+app.py       the routes: the key, the checks, errors in OpenAI's form
 """
 
 from __future__ import annotations

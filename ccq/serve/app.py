@@ -1,34 +1,29 @@
-"""What stands before transformers' server: the key, the checks, errors in OpenAI's form.
-
-transformers' routes that load other models, or that nobody has tried with ours, are left out.
-"""
+"""The routes: the key, the checks, errors in OpenAI's form. What is answered, transformers' own handlers say."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import re
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import jinja2
-from fastapi import HTTPException, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
 
 from ccq.pretrained import load_model, load_tokenizer, most_tokens
 from ccq.serve import is_loopback
-from ccq.serve.batches import Batches, OneManager
+from ccq.serve.batches import Batches
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health")
 MOST_BYTES = 4 << 20  # of a request
 
 
@@ -110,87 +105,55 @@ def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]
     return kept
 
 
-class Guard:
-    """Around the whole app: reads a request, checks it, and ends its answer when the client has gone."""
-
-    def __init__(self, app: Any, key: str | None, name: str, templated: bool, batches: Batches | None = None) -> None:
-        self.app, self.key, self.name, self.templated, self.batches = app, key, name, templated, batches
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        try:
-            body = await self.body(scope, receive)
-        except Refused as refused:
-            await refusal(*refused.args)(scope, receive, send)
-            return
-        except ConnectionResetError:
-            return
-        gone, given, streams = asyncio.Event(), False, False
-
-        async def replay() -> dict:
-            nonlocal given
-            if given:
-                await gone.wait()
-                return {"type": "http.disconnect"}
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def tell(message: Any) -> None:
-            nonlocal streams
-            if message["type"] == "http.response.start":
-                streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
-            elif streams and not message.get("more_body"):
-                message = {**message, "body": message.get("body", b"") + b"data: [DONE]\n\n"}
-            await send(message)
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            gone.set()
-
-        answering, watching = (asyncio.ensure_future(x) for x in (self.app(scope, replay, tell), watch()))
-        try:
-            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not answering.done():
-                answering.cancel()
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
-
-    async def body(self, scope: Any, receive: Any) -> bytes:
-        headers = dict(scope["headers"])
-        host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin1")).strip("[]")
-        if self.key is None and not is_loopback(host):  # a page in a browser may call itself what leads here
-            raise Refused(403, f"host: expected the loopback address, got {host!r}")
-        shown, expected = headers.get(b"authorization", b""), f"Bearer {self.key}".encode()
-        if self.key is not None and scope["path"] != "/health" and not hmac.compare_digest(shown, expected):
-            raise Refused(401, "expected the server's key: Authorization: Bearer KEY", None, "invalid_api_key")
-        read, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionResetError
-            read, more = read + message.get("body", b""), message.get("more_body", False)
-            if len(read) > MOST_BYTES:
-                raise Refused(413, f"expected a request of at most {MOST_BYTES} bytes")
-        if scope["method"] != "POST" or scope["path"] not in ROUTES:
-            return read
-        try:
-            asked = json.loads(read)
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, f"expected JSON ({error})") from error
-        kept = checked(asked, "chat" in scope["path"], self.name, self.templated)
-        read = json.dumps(kept).encode()
-        lengths = [(b"content-type", b"application/json"), (b"content-length", str(len(read)).encode())]
-        scope["headers"] = [*(x for x in scope["headers"] if x[0] not in dict(lengths)), *lengths]
-        return read
+async def received(request: Request) -> Any:
+    """What the client sends, as JSON."""
+    read = b""
+    async for part in request.stream():
+        read += part
+        if len(read) > MOST_BYTES:
+            raise Refused(413, f"expected a request of at most {MOST_BYTES} bytes")
+    try:
+        return json.loads(read)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"expected JSON ({error})") from error
 
 
-class Sampling:
-    """How a request is sampled: greedily unless it says otherwise, and by its own seed."""
+async def while_there(request: Request, answering: Awaitable[Response]) -> Response:
+    """The answer, unless the client goes away before it: then nothing works on it any more."""
+
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, gone = asyncio.ensure_future(answering), asyncio.ensure_future(leaving())
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else Response(status_code=499)
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.wait({answer, gone})
+
+
+async def ended(pieces: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """A stream with the end that OpenAI's clients wait for."""
+    async for piece in pieces:
+        yield piece
+    yield "data: [DONE]\n\n"
+
+
+class OneModel:
+    """The model that was loaded, and no other; how a request is sampled: greedily unless it says otherwise, and by its
+    own seed."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, batches: Batches) -> None:
+        state = GenerationState()
+        state.get_manager = lambda *_, **__: batches  # type: ignore[method-assign]
+        super().__init__(ModelManager, state)  # type: ignore[call-arg]
+        self.loaded = (name, model, tokenizer)
+
+    def _resolve_model(self, body: dict) -> tuple[str, Any, Any]:
+        return self.loaded
 
     def _build_generation_config(self, body: dict, base: Any, use_cb: bool = False) -> Any:
         seed, temperature, stop = (body.pop(name, None) for name in ("seed", "temperature", "stop"))
@@ -204,60 +167,72 @@ class Sampling:
         return config
 
 
-class Chat(Sampling, ChatCompletionHandler): ...
+class Chat(OneModel, ChatCompletionHandler): ...
 
 
-class Text(Sampling, CompletionHandler): ...
-
-
-class OneModel(ModelManager):
-    """The model that was asked for, by whatever name `ccq.load` knows it, and no other."""
-
-    def __init__(self, name: str, device: str, dtype: str) -> None:
-        self.how = (name, device, dtype)
-        super().__init__(force_model=name)
-
-    @staticmethod
-    def process_model_name(model_id: str) -> str:
-        return model_id
-
-    def _load_processor(self, *_: Any, **__: Any) -> Any:
-        return load_tokenizer(self.how[0])
-
-    def _load_model(self, *_: Any, **__: Any) -> Any:
-        return load_model(*self.how)
-
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
-        return [{"id": self.how[0], "object": "model", "created": int(time.time()), "owned_by": "ccq"}]
+class Text(OneModel, CompletionHandler): ...
 
 
 def build(
     name: str, device: str, dtype: str, key: str | None = None, batch: int = 16, context: int | None = None,
     waiting: int = 512,
-) -> Any:  # fmt: skip
-    """The ASGI app that serves a model; `context`: most tokens of prompt and answer together."""
-    models = OneModel(name, device, dtype)
-    model, tokenizer = models.load_model_and_processor(name)
+) -> FastAPI:  # fmt: skip
+    """The app that serves a model; `context`: most tokens of prompt and answer together."""
+    tokenizer, model = load_tokenizer(name), load_model(name, device, dtype)
     longest = most_tokens(model) or context or getattr(model.config, "max_position_embeddings", None) or 4096
     batches = Batches(batch, min(longest, context or longest), waiting)
-    state = OneManager(batches)
-    app = build_server(models, Chat(models, state), Text(models, state), None, None, None, state)  # type: ignore[arg-type]
-    app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    handlers = {
+        x: kind(name, model, tokenizer, batches) for x, kind in (("completions", Text), ("chat/completions", Chat))
+    }
+    templated, since = bool(getattr(tokenizer, "chat_template", None)), int(time.time())
 
-    @app.exception_handler(AnyHTTPException)
-    async def named(_: Request, error: HTTPException) -> JSONResponse:
+    def check(request: Request) -> None:
+        host = re.sub(r":\d+$", "", request.headers.get("host", "")).strip("[]")
+        if key is None and not is_loopback(host):  # a page in a browser may call itself what leads here
+            raise Refused(403, f"host: expected the loopback address, got {host!r}")
+        shown, expected = request.headers.get("authorization", "").encode(), f"Bearer {key}".encode()
+        if key is not None and request.url.path != "/health" and not hmac.compare_digest(shown, expected):
+            raise Refused(401, "expected the server's key: Authorization: Bearer KEY", None, "invalid_api_key")
+
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check)])
+    app.state.batches = batches
+
+    @app.get("/health")
+    async def health() -> dict:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        return {"object": "list", "data": [{"id": name, "object": "model", "created": since, "owned_by": "ccq"}]}
+
+    @app.post("/v1/chat/completions")
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        route = request.url.path.removeprefix("/v1/")
+        body = checked(await received(request), "chat" in route, name, templated)
+        number = request.headers.get("x-request-id") or str(uuid.uuid4())
+        answer = await while_there(request, handlers[route].handle_request(body, number))
+        answer.headers["x-request-id"] = number
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = ended(answer.body_iterator)
+        return answer
+
+    async def refused(_: Request, error: Any) -> JSONResponse:
+        return refusal(*error.args)
+
+    async def named(_: Request, error: Any) -> JSONResponse:
         code = "context_length_exceeded" if "expected fewer than" in str(error.detail) else None
         return refusal(error.status_code, str(error.detail), code=code)
 
     async def wrong(_: Request, error: Exception) -> JSONResponse:
         return refusal(400, f"{type(error).__name__}: {error}")
 
-    # of a chat template, mostly: what goes wrong in the model, a row says itself
-    for kind in (RequestValidationError, jinja2.TemplateError, KeyError, TypeError, ValueError):
-        app.add_exception_handler(kind, wrong)
-
-    @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
         return refusal(500, f"{type(error).__name__}: {error}")
 
-    return Guard(app, key, name, bool(getattr(tokenizer, "chat_template", None)), batches)
+    # `wrong` is of a chat template, mostly: what goes wrong in the model, a row says itself
+    kinds: dict[Any, Any] = {Refused: refused, AnyHTTPException: named, Exception: failed}
+    kinds |= dict.fromkeys((jinja2.TemplateError, KeyError, TypeError, ValueError), wrong)
+    for kind, handler in kinds.items():
+        app.add_exception_handler(kind, handler)
+    return app

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers.cli.serving.utils import (
     DirectStreamer,
     GenerateManager,
-    GenerationState,
     _GenerationCancelled,
     _StreamError,
 )
@@ -185,14 +184,3 @@ class Batches(GenerateManager):
         finally:
             for row in rows:
                 row.finish()
-
-
-class OneManager(GenerationState):
-    """transformers asks it who generates."""
-
-    def __init__(self, batches: Batches) -> None:
-        super().__init__()
-        self.batches = batches
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Batches:
-        return self.batches

@@ -105,18 +105,6 @@ def load(
     return None
 
 
-class SummedStream:
-    def __init__(self, stream: Any, taken: Any) -> None:
-        self.stream, self.taken = stream, taken
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, content: Any) -> int:
-        self.taken.update(content)
-        return self.stream.write(content)
-
-
 class Summed(FileSystem):
     """Takes the sha256 of each file as it is written, before the disk can change a byte of it."""
 
@@ -126,8 +114,14 @@ class Summed(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with naming(path), super().create_stream(path, mode) as stream:
-            taken = self.sums[Path(path).name] = hashlib.sha256()
-            yield SummedStream(stream, taken)
+            taken, write = hashlib.sha256(), stream.write
+
+            def write_summed(content: Any) -> int:
+                taken.update(content)
+                return write(content)
+
+            self.sums[Path(path).name], stream.write = taken, write_summed
+            yield stream
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)

@@ -37,10 +37,11 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
         return "".join(f"\n  {name:<29} {line}" for name, line in lines.items())
 
     systems = table({name.replace("-", "_"): system.help for name, system in SYSTEMS.items()})
+    sizes = table({name: size["help"] for name, size in SIZES.items()})
     parser = argparse.ArgumentParser(
         prog=f"ccq {command}",
         description=description,
-        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{table(SIZES)}\n\n"
+        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{sizes}\n\n"
         "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
         f"`ccq {command} RECIPE --help` lists them.\n\n"
         "The same command again resumes: to the bit on a CPU and as many ranks as before; on another number of ranks\n"

@@ -25,8 +25,7 @@ def train_source(config: Config, checksums: bool = True) -> Source:
     return windows_of(TokenShards(data.path, checksums=checksums), config, "data.path")
 
 
-def valid_source(config: Config, checksums: bool = True) -> TokenWindows | Recall | None:
-    """What to validate on, if anything."""
+def valid_source(config: Config, checksums: bool = True) -> Source | None:
     data = config.data
     if data.source != "tokens":
         return recall_source(config, data.valid_slices, "valid") if data.valid_slices else None

@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ccq.data.batches import IGNORE, Batch
+from ccq.data.batches import IGNORE, Batch, Source
 from ccq.data.counter import key_of
 from ccq.data.recall import Recall
-from ccq.data.windows import TokenWindows
 from ccq.mixers import QueryCleaner
 from ccq.train.config import Config
 from ccq.train.world import World
@@ -54,21 +53,30 @@ def at_positions(model: Any, batch: Batch) -> Float[Tensor, "BP D"]:
     return hidden.flatten(0, 1).index_select(0, at.flatten())
 
 
-def validate(model: Any, config: Config, world: World, source: TokenWindows | Recall) -> dict[str, float]:
+def validate(model: Any, config: Config, world: World, source: Source) -> dict[str, float]:
     """Perplexity of windows in their order, or loss and accuracy of recall, over all and by kind of sample."""
-    if isinstance(source, Recall):
-        return validate_recall(model, config, world, source)
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    scored = 0
+    recall, runtime = isinstance(source, Recall), config.runtime
+    sums = torch.zeros(len(source.counts), 3, dtype=torch.float64, device=world.device)  # loss, right, scored
     with looking(model):
-        batches = source.in_order(config.runtime.micro_batch, world.rank, world.size, config.runtime.validate_windows)
-        for batch in batches:
-            out = call(model, batch, world.device)
-            loss += out.loss.double() * out.scored
-            scored += int((batch.labels != IGNORE).sum())
-    total, count = world.total(loss.item(), scored)
-    mean = total / max(count, 1)
-    return {"valid_loss": mean, "valid_perplexity": math.exp(min(mean, 700.0))}
+        most = None if recall else runtime.validate_windows
+        for kind, batch in source.in_order(runtime.micro_batch, world.rank, world.size, most):
+            out = call(model, batch, world.device, output_hidden_states=recall)
+            labels = batch.labels.to(world.device)
+            asked = labels != IGNORE
+            sums[kind, 0] += out.loss.double() * out.scored
+            sums[kind, 2] += asked.sum()
+            if recall:
+                sums[kind, 1] += (model.lm_head(out.hidden_states[-1][asked]).argmax(-1) == labels[asked]).sum()
+    rows = torch.tensor(world.total(*sums.flatten().tolist()), dtype=torch.float64).view(-1, 3)
+    loss, right, scored = rows.sum(0).tolist()
+    mean = loss / max(scored, 1)
+    if not isinstance(source, Recall):
+        return {"valid_loss": mean, "valid_perplexity": math.exp(min(mean, 700.0))}
+    by_slice = {
+        f"valid_accuracy_{s.length}x{s.pairs}": (row[1] / row[2]).item()
+        for s, row in zip(source.slices, rows, strict=True)
+    }
+    return {"valid_loss": mean, "valid_accuracy": right / scored, **by_slice}
 
 
 def summary(found: dict[str, float]) -> str:
@@ -78,25 +86,6 @@ def summary(found: dict[str, float]) -> str:
     'valid_loss 1.0000, valid_perplexity 2.7183'
     """
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items() if not name[-1].isdigit())
-
-
-def validate_recall(model: Any, config: Config, world: World, source: Recall) -> dict[str, float]:
-    sums = torch.zeros(len(source.slices), 3, dtype=torch.float64, device=world.device)  # loss, right, asked
-    with looking(model):
-        for slice_, batch in source.in_order(config.runtime.micro_batch, world.rank, world.size):
-            out = call(model, batch, world.device, output_hidden_states=True)
-            labels = batch.labels.to(world.device)
-            asked = labels != IGNORE
-            guess = model.lm_head(out.hidden_states[-1][asked]).argmax(-1)
-            right = (guess == labels[asked]).sum()
-            sums[source.slices.index(slice_)] += torch.stack([out.loss.double() * out.scored, right, asked.sum()])
-    rows = torch.tensor(world.total(*sums.flatten().tolist()), dtype=torch.float64).view(-1, 3)
-    loss, right, asked = rows.sum(0).tolist()
-    by_slice = {
-        f"valid_accuracy_{s.length}x{s.pairs}": (row[1] / row[2]).item()
-        for s, row in zip(source.slices, rows, strict=True)
-    }
-    return {"valid_loss": loss / asked, "valid_accuracy": right / asked, **by_slice}
 
 
 class Gates:

@@ -29,8 +29,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass
 class Prepared:
-    """A model that is ready to train."""
-
     model: CCQForCausalLM  # what is called
     masters: dict[str, Tensor]  # what is optimized and saved; gradients are here after a backward
     whole: list[Tensor]  # those of them that every rank has, and whose gradients are still to be added up

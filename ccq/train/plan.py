@@ -127,16 +127,14 @@ def speed_of(name: str, config: Config, model: Info, length: int, gpu: str | Non
     paper = {name: rate for name in (system, REFERENCE) for rate in numbers_of("training", name)[:1] if rate}
     if same and scale == "1.3b" and system in paper and length == 4096 and gpu in (None, MEASURED):
         return Speed(paper[system], f"the paper's, a GPU of eight {MEASURED} with FSDP")
-    known = info(model_config(recipe(f"{REFERENCE}_1.3b").model), 4096)
     key = (REFERENCE, "1.3b", 4096)
-    if gpu in (None, MEASURED) or key in here:
-        other = here.get(key, Speed(paper[REFERENCE], "the paper's"))
-        return Speed(
-            other.rate * known.train_flops / model.train_flops,
-            f"a guess: as many FLOP/s as GLA-1.3B ({other.source}), on the same GPU; small models reach less",
-        )
-    other = measured(MEASURED).get(key, Speed(paper[REFERENCE], "the paper's"))
-    share = other.rate * known.train_flops / GPUS[MEASURED].peak
+    known = gpu in (None, MEASURED) or key in here
+    other = (here if known else measured(MEASURED)).get(key, Speed(paper[REFERENCE], "the paper's"))
+    flops = other.rate * info(model_config(recipe(f"{REFERENCE}_1.3b").model), 4096).train_flops
+    if gpu is None or known:
+        told = f"a guess: as many FLOP/s as GLA-1.3B ({other.source}), on the same GPU; small models reach less"
+        return Speed(flops / model.train_flops, told)
+    share = flops / GPUS[MEASURED].peak
     return Speed(
         share * GPUS[gpu].peak / model.train_flops,
         f"an estimate, nothing is measured on {gpu}: {share:.0%} of the {GPUS[gpu].peak / 1e12:,.0f} TFLOP/s of its "

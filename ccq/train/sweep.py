@@ -27,42 +27,26 @@ import numpy as np
 
 from ccq.files import check_free, read_json, write_atomically
 from ccq.names import nearest
-from ccq.systems import SYSTEMS
+from ccq.systems import SWEEPS, SYSTEMS
 from ccq.train import RunError
 from ccq.train.sweep_runs import TEST_SEED, Spec, run_all, say
 
-MAIN = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", "ccq_gated_deltanet")
-ROWS = (
-    *MAIN, "transformer", "mamba2", "deltanet", "gla_unit_equal_state", "gla_current_key", "ccq_gated_deltanet_open",
-    "ccq_gla_no_decay", "ccq_gla_stats", "ccq_gla_uncentred", "ccq_gla_fixed_lam",
-)  # fmt: skip
-# of the study: each memory without and with each read
-READS = (
-    "gla_unit", "ccq_gla", "gla_projected", "gla_projected_decay", "gla_projected_twice", "gated_deltanet",
-    "ccq_gated_deltanet", "gated_deltanet_projected_decay",
-)  # fmt: skip
 KNOWN = tuple(name.replace("-", "_") for name in SYSTEMS)  # what --rows takes
-RATES = tuple(float(f"{rate:.3g}") for rate in np.logspace(-3, -1.5, 4))  # zoology's
-REPEATED = ("ccq_gla", RATES[1], 2)  # row, rate, how often it is run again with its own seed
+REPEATED = ("ccq_gla", 3.16e-3, 2)  # row, rate, how often it is run again with its own seed
 SEEDS = {"rows": (0,), "seeds": (1, 2, 3)}
 OPTIONS = {"optimizer.lr": "--rates", "seed": "--seeds", "steps": "--steps"}  # fields that name a run
 
 
 @dataclass(frozen=True)
 class Task:
-    sizes: tuple[str, ...]  # of recipes, the default first
-    rows: dict[str, tuple[str, ...]]  # of each tier
+    sizes: list[str]
+    rows: dict[str, list[str]]
     steps: dict[str, int]
-    rates: tuple[float, ...]
-    decays: tuple[float | None, ...] = (None,)  # of the weights; None: the recipe's
+    rates: list[float]
+    decays: Sequence[float | None] = (None,)  # the recipe's
 
 
-TASKS = {
-    "mqar": Task(("mqar", "mqar64", "mqar256", "mqar-overwrite"), {"rows": ROWS, "seeds": MAIN},
-                 {"rows": 2_000, "seeds": 10_000}, RATES),
-    "mad": Task(("mad-noisy", "mad-fuzzy"), {"rows": READS, "seeds": READS}, {"rows": 20_000, "seeds": 20_000},
-                (1e-4, 5e-4, 1e-3), (0.0, 0.1)),
-}  # fmt: skip
+TASKS = {name: Task(**told) for name, told in SWEEPS.items()}
 Choice = tuple[float, float | None]  # a rate and a decay
 
 
@@ -80,10 +64,18 @@ def groups_of(options: argparse.Namespace, chosen: dict[str, Choice]) -> list[li
     return groups
 
 
-def finished(specs: Sequence[Spec], out: Path) -> dict[str, dict[str, Any]]:
-    """By name, what the runs found of which a file is there."""
-    paths = {spec.name: out / "runs" / f"{spec.name}.json" for spec in specs}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+def finished(specs: Sequence[Spec], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By name, what the runs found of which a file is there; RunError where one was tested on another number of
+    samples: one file must not mix them."""
+    paths = {spec.name: options.out / "runs" / f"{spec.name}.json" for spec in specs}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    for name, run in found.items():
+        for before in {part["samples"] for part in run["test"]["slices"]} - {options.test_samples}:
+            raise RunError(
+                f"--test-samples: {paths[name]} was tested on {before} of each slice, asked for "
+                f"{options.test_samples}. Give --test-samples {before}, or take another --out"
+            )
+    return found
 
 
 def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Choice]:
@@ -103,12 +95,11 @@ def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Choice]:
 
 
 def choices_in(content: dict[str, Any]) -> dict[str, Choice]:
-    """What a tier's file says was chosen."""
     decays = content.get("chosen_decay", {})
     return {row: (float(lr), decays.get(row)) for row, lr in content["chosen"].items()}
 
 
-def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dict[str, Choice]:
+def read_chosen(path: Path, rows: Sequence[str], size: str) -> dict[str, Choice]:
     """What `--tier rows` chose; RunError unless all runs that a choice is made among are there, of `size`."""
     expected = "what `ccq sweep --tier rows` writes: the rates are chosen there"
     content = read_json(path, RunError, expected)
@@ -118,11 +109,8 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
         theirs = content.get("size", size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
-    if size not in (None, theirs):
-        raise RunError(
-            f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}`, or say with "
-            f"--rates-from {path} that they are to be taken"
-        )
+    if theirs != size:
+        raise RunError(f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}` first")
     for row in rows:
         if row not in chosen or row in unfinished:
             raise RunError(f"{path} lacks runs of {row} to choose its rate among: finish `--tier rows` first")
@@ -195,7 +183,7 @@ def merge(
     """All finished runs of a tier, those of calls before among them, as one file; returns what is in it."""
     from ccq.provenance import provenance
 
-    names, found, rows = {spec.name for spec in specs}, finished(specs, options.out), {spec.row for spec in specs}
+    names, found, rows = {spec.name for spec in specs}, finished(specs, options), {spec.row for spec in specs}
     chosen = before["chosen"] | chosen
 
     def kept(name: str, run: dict[str, Any]) -> bool:
@@ -261,9 +249,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--decays", type=float, nargs="+", help="weight decays (default: the recipe's, MAD's two)")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 for rows, 1 2 3 for seeds")
     parser.add_argument("--steps", type=int, help="default: 2000 for rows, 10000 for seeds; mad: 20000")
-    parser.add_argument(
-        "--rates-from", type=Path, help="for seeds: where rates were chosen (default: OUT/TASK_rows.json)"
-    )
     parser.add_argument("--workers", type=int, default=4, help="processes; 0: this one (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long, with what is finished")
     parser.add_argument("--test-samples", type=int, default=1000, help="of each test slice (default: %(default)s)")
@@ -302,11 +287,7 @@ def sweep(options: argparse.Namespace) -> int:
     begun = any(path for name in TASKS for path in out.glob(f"{name}_*.json")) or any(out.glob("runs/*-steps*-r*.json"))
     check_free(out, options.force, ours=begun, older="one with an older sweep")
     with folder.locked(out):
-        chosen: dict[str, Choice] = {}
-        if tier == "seeds" and options.rates_from:
-            chosen = read_chosen(options.rates_from, options.rows)
-        elif tier == "seeds":
-            chosen = read_chosen(out / f"{options.task}_rows.json", options.rows, options.size)
+        chosen = read_chosen(out / f"{options.task}_rows.json", options.rows, options.size) if tier == "seeds" else {}
         groups = groups_of(options, chosen)
         for group in groups:
             try:
@@ -316,8 +297,7 @@ def sweep(options: argparse.Namespace) -> int:
             if not config.data.valid_slices:
                 raise RunError("data.valid_slices: expected one kind of sample at least: rates are chosen on them")
         specs = list(itertools.chain(*groups))
-        done = finished(specs, out)
-        check_test_samples(done, out / "runs", options.test_samples)
+        done = finished(specs, options)
         now, path = protocol(specs, options.test_samples), out / f"{options.task}_{tier}.json"
         before: dict[str, Any] = {"chosen": {}, "failed": {}, "missing": [], "runs": {}}
         if path.exists() and not options.force:
@@ -345,16 +325,6 @@ def sweep(options: argparse.Namespace) -> int:
         + (f"; {left} missing: the same command goes on with them" if left else "")
     )
     return code or (1 if left else 0)
-
-
-def check_test_samples(done: dict[str, dict[str, Any]], folder: Path, samples: int) -> None:
-    """RunError where a finished run was tested on another number: one file must not mix them."""
-    for name, run in done.items():
-        for before in {part["samples"] for part in run["test"]["slices"]} - {samples}:
-            raise RunError(
-                f"--test-samples: {folder / name}.json was tested on {before} of each slice, asked for {samples}. "
-                f"Give --test-samples {before}, or take another --out"
-            )
 
 
 def change(text: str) -> tuple[str, Any]:

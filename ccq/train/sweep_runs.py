@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import signal
+import threading
 import time
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 from ccq.files import write_atomically
@@ -30,8 +32,6 @@ QUIET = 20  # seconds after which a row says how far it is
 
 @dataclass(frozen=True)
 class Spec:
-    """One run."""
-
     row: str  # a system, with _ for -
     size: str
     lr: float
@@ -163,78 +163,58 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def attempt(specs: Sequence[Spec], options: Namespace) -> str | None:
-    """Train them; what went wrong, if anything did."""
-    try:
-        train_together(specs, options)
-        gc.collect()  # graphs of finished runs hold memory
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {first_line(error)}"
-    return None
+def work(specs: Sequence[Spec], options: Namespace) -> None:
+    train_together(specs, options)
+    gc.collect()  # graphs of finished runs hold memory
 
 
-def work(connection: Any, options: Namespace) -> None:
-    """A worker process: rows come through the connection until it is closed; after an error the process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
-        wrong = None
-        while wrong is None:
-            wrong = attempt(connection.recv(), options)
-            connection.send(wrong)
+def begin() -> None:
+    """In a worker process: what Ctrl-C means, its parent decides; without a parent there is nothing to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def run_all(groups: list[list[Spec]], options: Namespace, deadline: float) -> list[dict[str, Any]]:
     """Every group by some worker; returns the runs that failed. Stops at `deadline` (time.monotonic)."""
     failed: list[dict[str, Any]] = []
 
-    def fail(specs: Sequence[Spec], error: str) -> None:
+    def fail(specs: Sequence[Spec], error: BaseException) -> None:
+        traceback.print_exception(error)
+        died = isinstance(error, BrokenProcessPool)
+        told = "its process died: was memory short?" if died else f"{type(error).__name__}: {first_line(error)}"
         for spec in specs:
-            say(f"{spec.name} failed: {error}")
+            say(f"{spec.name} failed: {told}")
             failed.append({"name": spec.name, "row": spec.row, "lr": spec.lr, "seed": spec.seed,
-                           "repeat": spec.repeat, "error": error})  # fmt: skip
+                           "repeat": spec.repeat, "error": told})  # fmt: skip
+
+    def worker() -> ProcessPoolExecutor:  # of one process, which dies alone; CUDA does not survive a fork
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin)
 
     todo = list(groups)
-    if options.workers == 0:
-        while todo and time.monotonic() < deadline:
-            specs = todo.pop(0)
-            if wrong := attempt(specs, options):
-                fail(specs, wrong)
-        return failed
-
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    processes: dict[Any, Any] = {}  # by connection
-    idle: list[Any] = []  # connections
-    busy: dict[Any, list[Spec]] = {}  # by connection: what is trained there
+    while options.workers == 0 and todo and time.monotonic() < deadline:
+        specs = todo.pop(0)
+        try:
+            work(specs, options)
+        except Exception as error:
+            fail(specs, error)
+    idle = [worker() for _ in range(min(options.workers, len(todo)))]
+    busy: dict[Future, tuple[ProcessPoolExecutor, list[Spec]]] = {}
     try:
         while (todo or busy) and (left := deadline - time.monotonic()) > 0:
-            while todo and len(busy) < options.workers:
-                if not idle:
-                    ours, theirs = context.Pipe()
-                    processes[ours] = context.Process(target=work, args=(theirs, options), daemon=True)
-                    processes[ours].start()
-                    theirs.close()
-                    idle.append(ours)
-                connection = idle.pop()
-                busy[connection] = todo.pop(0)
-                connection.send(busy[connection])
-            ready: list[Any] = wait(list(busy), timeout=min(left, 5.0))
-            for connection in ready:
-                specs = busy.pop(connection)
-                try:
-                    wrong = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    processes[connection].join(10)
-                    wrong = f"its process died (exit code {processes[connection].exitcode})"
-                if wrong is None:
-                    idle.append(connection)
-                else:
+            while todo and idle:
+                pool, specs = idle.pop(), todo.pop(0)
+                busy[pool.submit(work, specs, options)] = pool, specs
+            for future in wait(busy, min(left, 5.0), FIRST_COMPLETED).done:
+                pool, specs = busy.pop(future)
+                if wrong := future.exception():
                     fail(specs, wrong)
+                    pool.shutdown(wait=False)
+                    pool = worker()  # what the old one held of a GPU goes with it
+                idle.append(pool)
         if todo or busy:
             say("the time is up")
     finally:
-        for process in processes.values():
+        for process in multiprocessing.active_children():
             process.terminate()
-        for process in processes.values():
-            process.join(10)
     return failed

@@ -98,12 +98,6 @@ def test_a_foreign_shard_is_refused_by_name(some_shards, tmp_path, field, other)
         TokenShards(some_shards[0], checksums=False)
 
 
-def test_shards_of_another_tokenizer_are_refused(some_shards):
-    assert TokenShards(some_shards[0], tokenizer="0" * 64).tokens
-    with pytest.raises(ShardError, match="is foreign: its tokenizer is 000"):
-        TokenShards(some_shards[0], tokenizer="f" * 64)
-
-
 def test_no_damaged_or_unfinished_index_is_taken(some_shards, tmp_path):
     with pytest.raises(ShardError, match=r"index.json is missing: expected a folder made by `ccq data prepare`"):
         TokenShards(tmp_path)

@@ -12,10 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ccq.data import DataError, sources
-from ccq.data.encoder import Encoder
 from ccq.data.sources import Inputs
 from ccq.data.tokenizer import (
     END_OF_TEXT,
+    Encoder,
     load_tokenizer,
     sampled,
     tokenizer_hash,
@@ -66,11 +66,10 @@ def test_pieces_have_the_tokens_of_the_whole(encoder, words, spaces, size):
     assert np.concatenate(encoder(pieces)).tolist() == encoder([text])[0].tolist()
 
 
-def test_digits_stand_alone_unless_asked(tmp_path):
+def test_digits_stand_alone(tmp_path):
     (tmp_path / "years.txt").write_text("in 1924, " * 50)
-    split, merged = (train_tokenizer(Inputs((tmp_path,)), 300, split_digits=split) for split in (True, False))
-    assert split.tokenize("in 1924") == ["in", "Ġ", "1", "9", "2", "4"]
-    assert merged.tokenize("in 1924") == ["in", "Ġ1924"]
+    tokenizer = train_tokenizer(Inputs((tmp_path,)), 300)
+    assert tokenizer.tokenize("in 1924") == ["in", "Ġ", "1", "9", "2", "4"]
 
 
 def test_the_same_text_gives_the_same_tokenizer(corpus, tokenizer, monkeypatch):

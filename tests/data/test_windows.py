@@ -79,7 +79,7 @@ def test_epochs_differ_and_runs_with_one_seed_do_not(some_shards_once):
     def epoch(seed, number):
         data = TokenWindows(some_shards_once, 4, batch_size=1, seed=seed)
         first = number * data.windows
-        return [data.window_ids(first + i)[0] for i in range(data.windows)]
+        return [data.plan(first + i)[1][0] for i in range(data.windows)]
 
     assert epoch(0, 0) == epoch(0, 0)
     assert sorted(epoch(0, 0)) == sorted(epoch(0, 1)) == list(range(len(epoch(0, 0))))
@@ -95,7 +95,7 @@ def test_the_remainder_of_an_epoch_shares_a_batch_with_the_next(some_shards_once
     data = TokenWindows(some_shards_once, 16, batch_size=7)
     n = data.windows
     assert n % 7
-    ids = np.concatenate([data.window_ids(step) for step in range(n)]).reshape(7, n)  # 7 epochs
+    ids = np.concatenate([data.plan(step)[1] for step in range(n)]).reshape(7, n)  # 7 epochs
     for epoch in ids:
         assert sorted(epoch.tolist()) == list(range(n))
 
@@ -104,7 +104,7 @@ def test_the_order_is_pinned(some_shards_once):
     """A change here breaks the resuming of every run."""
     data = TokenWindows(some_shards_once, 16, batch_size=8, seed=1)
     assert data.windows == 38
-    assert [data.window_ids(step).tolist() for step in (0, 4, 10**9)] == [
+    assert [data.plan(step)[1].tolist() for step in (0, 4, 10**9)] == [
         [1, 24, 19, 36, 12, 23, 27, 21],
         [8, 2, 29, 10, 7, 3, 10, 3],
         [10, 14, 0, 18, 32, 8, 20, 1],
@@ -144,13 +144,13 @@ def test_evaluation_sees_every_target_once_and_ranks_keep_step(some_shards, worl
     data = TokenWindows(folder, 16, batch_size=12)
     runs = [list(data.in_order(5, rank, world)) for rank in range(world)]
     assert len({len(run) for run in runs}) == 1
-    assert {tuple(b.input_ids.shape) for run in runs for b in run} == {(5, 16)}
-    seen = [t for run in runs for batch in run for t in targets(batch, 16)]
+    assert {tuple(b.input_ids.shape) for run in runs for _, b in run} == {(5, 16)}
+    seen = [t for run in runs for _, batch in run for t in targets(batch, 16)]
     assert sorted(seen) == list(range(1, len(stream)))
-    first = [w for b in data.in_order(5, windows=7) for w in b.window_ids.tolist()]
+    first = [w for _, b in data.in_order(5, most=7) for w in b.window_ids.tolist()]
     assert first == [*range(7), -1, -1, -1]
-    more = [b.window_ids.tolist() for b in data.in_order(5, windows=10_000)]  # than there are
-    assert more == [b.window_ids.tolist() for b in data.in_order(5)]
+    more = [b.window_ids.tolist() for _, b in data.in_order(5, most=10_000)]  # than there are
+    assert more == [b.window_ids.tolist() for _, b in data.in_order(5)]
 
 
 def test_errors_name_the_argument(some_shards, tmp_path):
@@ -179,7 +179,7 @@ def test_the_loader_resumes_from_the_step(some_shards, workers):
 
     iterator = iter(loader(Steps(data, rank=1, world=2, accumulate=2), workers))
     first, rest = ids(iterator, 3), ids(iterator, 4)
-    assert first + rest == [[data.window_ids(s)[2:3].tolist(), data.window_ids(s)[3:4].tolist()] for s in range(7)]
+    assert first + rest == [[data.plan(s)[1][2:3].tolist(), data.plan(s)[1][3:4].tolist()] for s in range(7)]
     assert ids(iter(loader(Steps(data, rank=1, world=2, accumulate=2, step=3), workers)), 4) == rest
     assert torch.equal(before, torch.get_rng_state()), "loading data must not move the model's random numbers"
 
@@ -193,9 +193,7 @@ def test_steps_reshard(some_shards):
         return [w for batches in ranks for b in batches for w in b.window_ids.tolist()]
 
     for step in range(5):
-        assert (
-            ids(step, 1, 1) == ids(step, 2, 1) == ids(step, 1, 4) == ids(step, 2, 2) == data.window_ids(step).tolist()
-        )
+        assert ids(step, 1, 1) == ids(step, 2, 1) == ids(step, 1, 4) == ids(step, 2, 2) == data.plan(step)[1].tolist()
     with pytest.raises(ValueError, match="batch_size=4"):
         Steps(data, 0, 2, accumulate=4)
     with pytest.raises(ValueError, match="workers must be 0 or 1"):

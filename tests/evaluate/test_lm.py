@@ -182,7 +182,7 @@ def test_three_stages_equal_one_call_and_scoring_needs_only_torch_and_transforme
     options.stage = "requests"
     assert evaluate(None, tokenizer, "lm", options) is None
     with monkeypatch.context() as bare:
-        for package in ("lm_eval", "datasets", "nltk", "wonderwords", "rouge", "zstandard", "rich"):
+        for package in ("lm_eval", "datasets", "nltk", "wonderwords", "rouge", "pyarrow", "rich"):
             for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
                 bare.setitem(sys.modules, name, None)
             bare.setitem(sys.modules, package, None)

@@ -172,14 +172,14 @@ def test_only_plain_linears_are_fused(monkeypatch):
 @pytest.mark.parametrize("kind", ["hook", "another forward"])
 def test_down_projection_is_called_where_somebody_looks(kind, monkeypatch):
     """On a GPU, with fla's kernels: here PyTorch stands for them."""
-    from ccq.model import layers
+    from ccq.model import decoder
 
     activations = types.ModuleType("fla.modules.activations")
     activations.swiglu = lambda gate, up: F.silu(gate) * up
     activations.swiglu_linear = lambda gate, up, weight, bias: F.linear(F.silu(gate) * up, weight, bias)
     monkeypatch.setitem(sys.modules, "fla.modules.activations", activations)
-    monkeypatch.setattr(layers, "choose", lambda *_: "fla")
-    mlp, x = layers.SwiGLU(8, 16), torch.randn(2, 3, 8)
+    monkeypatch.setattr(decoder, "choose", lambda *_: "fla")
+    mlp, x = decoder.SwiGLU(8, 16), torch.randn(2, 3, 8)
     plain = mlp(x)
     if kind == "hook":
         mlp.down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)

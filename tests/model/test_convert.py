@@ -210,7 +210,7 @@ def test_our_presets_go_to_fla_and_return(system, tmp_path):
     model.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "fla")
     assert json.loads((tmp_path / "fla" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    convert(tmp_path / "fla", tmp_path / "again", to="ccq")
+    convert(tmp_path / "fla", tmp_path / "again")
     loaded = CCQForCausalLM.from_pretrained(tmp_path / "again")
     assert_same_tensors(model.state_dict(), loaded.state_dict())
     for name, value in model.config.to_dict().items():
@@ -276,8 +276,6 @@ def test_cleaning_a_checkpoint_of_ours(source, tmp_path):
         convert(tmp_path / "clean", tmp_path / "x", clean=True)
     with pytest.raises(ValueError, match="clean: expected False, got True"):
         convert(tmp_path / "clean", tmp_path / "x")
-    with pytest.raises(ValueError, match="to: expected fla, got 'ccq'"):
-        convert(tmp_path / "plain", tmp_path / "x", to="ccq")
     assert not (tmp_path / "x").exists()
 
 

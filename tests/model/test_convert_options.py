@@ -12,9 +12,8 @@ from model_helpers import make_model
 from safetensors.torch import load_file
 
 from ccq.model import CCQForCausalLM
-from ccq.model.convert import convert, grouped, model_shapes
+from ccq.model.convert import convert, grouped, model_shapes, read_json
 from ccq.model.convert.families import FAMILIES, our_config
-from ccq.model.convert.tensors import read_json
 
 # Options
 
@@ -275,18 +274,18 @@ def test_all_missing_and_unknown_tensors_are_named(source, tmp_path):
     with pytest.raises(ValueError) as error:
         convert(source("gla", tensors), tmp_path / "x")
     assert str(error.value).splitlines()[1:] == [
-        "  missing: model.layers.{0-1}.attn.q_proj.weight",
+        "  missing: model.layers.*.attn.q_proj.weight in 2 layers",
         "  missing: model.layers.1.mlp_norm.weight",
         "  missing: lm_head.weight",
         "  not understood: extra",
-        "  not understood: model.layers.{0-2}.attn.lora.weight",
+        "  not understood: model.layers.*.attn.lora.weight in 3 layers",
     ]
     assert not (tmp_path / "x").exists()
 
 
 def test_names_are_grouped_by_layer():
     names = [f"model.layers.{i}.a" for i in (0, 1, 2, 4, 7, 8)] + ["b", "model.layers.11.c"]
-    assert grouped(names) == ["model.layers.{0-2,4,7-8}.a", "b", "model.layers.11.c"]
+    assert grouped(names) == ["model.layers.*.a in 6 layers", "b", "model.layers.11.c"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +295,7 @@ def test_names_are_grouped_by_layer():
         ({"head_dim": 4}, r"model.layers.0.attn.q_proj.weight: expected shape \[12, 32\], got \[24, 32\]"),
         ({"conv_size": 3}, r"model.layers.0.attn.k_conv1d.weight: expected shape \[24, 1, 3\], got \[24, 1, 4\]"),
         ({"num_hidden_layers": 1}, r"not understood: model.layers.1.attn.A_log"),
-        ({"use_short_conv": False}, r"not understood: model.layers.{0-1}.attn.q_conv1d.weight"),
+        ({"use_short_conv": False}, r"not understood: model.layers.\*.attn.q_conv1d.weight in 2 layers"),
         ({"intermediate_size": 24}, r"mlp.gate_proj.weight: expected shape \[24, 32\], got \[48, 32\]"),
     ],
 )

@@ -273,7 +273,7 @@ def test_a_client_that_goes_away_frees_its_state(stream, folder):
     begin = time.monotonic()
     sent = asyncio.run(conversation(app, body, chunks=4 if stream else 0))
     assert (len(sent) >= 4) == stream
-    batches = app.batches
+    batches = app.state.batches
     batches.submit(lambda: None).result(60)  # after the batch: it has ended
     assert time.monotonic() - begin < 60
     assert states() == before
@@ -281,16 +281,12 @@ def test_a_client_that_goes_away_frees_its_state(stream, folder):
 
 
 def test_the_key_is_asked_for(folder):
-    from ccq.serve.app import Guard
+    from ccq.serve.app import build
 
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    guard = Guard(app, "secret", "tiny", True)
+    app = build(str(folder), "cpu", "float32", key="secret")
     for shown, status in ((b"Bearer secret", 200), (b"Bearer secreT", 401), (b"secret", 401), (b"", 401)):
         headers = [(b"authorization", shown)]
-        sent = asyncio.run(conversation(guard, {"prompt": "a"}, headers))
+        sent = asyncio.run(conversation(app, {"prompt": "a", "max_tokens": 1}, headers))
         assert sent[0]["status"] == status
     assert json.loads(sent[1]["body"])["error"]["code"] == "invalid_api_key"
 

@@ -15,12 +15,12 @@ ABSENT = (
     "lm_eval",
     "matplotlib",
     "nltk",
+    "pyarrow",
     "rich",
     "rouge",
     "tensorboard",
     "tyro",
     "wonderwords",
-    "zstandard",
 )
 
 

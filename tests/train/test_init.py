@@ -172,7 +172,7 @@ def test_a_rate_that_is_none_is_refused(rates):
 
 def test_gla_is_trained_then_cleaned_then_trained_on(trained, tmp_path):
     """From the same place: at lam = 0.01 cleaning changes little, and from there its gates are learned."""
-    assert cli.main(["convert", str(trained / "model"), str(tmp_path / "cleaned"), "--clean", "--to", "ccq"]) == 0
+    assert cli.main(["convert", str(trained / "model"), str(tmp_path / "cleaned"), "--clean"]) == 0
     found = {}
     for name, init in (("gla", trained / "model"), ("ccq-gla", tmp_path / "cleaned")):
         options = [

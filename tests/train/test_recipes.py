@@ -13,12 +13,13 @@ from train_helpers import small
 from ccq import cli
 from ccq.model import CCQConfig
 from ccq.recipes import RECIPES, recipe
+from ccq.report import paper
 from ccq.systems import SIZES, SYSTEMS, Identity, recipe_name
 from ccq.train import RunError, command, plan
 from ccq.train import config as configs
 from ccq.train.config import model_config
 
-PAPER = [system.name for system in SYSTEMS.values() if system.paper]
+PAPER = sorted({system for table in paper.load().tables.values() for _, system in table.rows})
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -365,7 +365,9 @@ def test_recall_is_validated_by_kind_of_sample(tmp_path):
     from ccq.data.mqar import MQAR
 
     right, asked, total, by_slice = 0, 0, 0.0, {}
-    for slice_, batch in MQAR(8, slices, seed=0, split="valid", vocab_size=64).in_order(1):
+    source = MQAR(8, slices, seed=0, split="valid", vocab_size=64)
+    for kind, batch in source.in_order(1):
+        slice_ = source.slices[kind]
         with torch.no_grad():
             logits = model(batch.input_ids).logits
         scored = batch.labels != IGNORE
@@ -422,7 +424,7 @@ def test_perplexity_of_validation(text_run):
     total, scored = 0.0, 0
     windows = TokenWindows(config.data.valid_path, config.data.length, 1)
     for number in range(windows.windows):
-        batch = windows.of([number])
+        batch = windows.of(0, [number])
         with torch.no_grad():
             logits = model(batch.input_ids).logits[0]
         total += F.cross_entropy(logits, batch.labels[0], reduction="sum", ignore_index=IGNORE).item()

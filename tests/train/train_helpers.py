@@ -141,18 +141,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def work_that_errs(connection, options):
-    """A worker of a sweep in which one row raises and another one's process dies."""
+def work_that_errs(specs, options):
+    """The work of a sweep in which one row raises and another one's process dies."""
     from ccq.train import sweep_runs as sweep
 
-    real = sweep.train_together
-
-    def train_together(specs, options):
-        if specs[0].row == "gla":
-            raise RuntimeError("the kernel errs")
-        if specs[0].row == "gla_unit":
-            os._exit(3)
-        real(specs, options)
-
-    sweep.train_together = train_together
-    sweep.work(connection, options)
+    if specs[0].row == "gla":
+        raise RuntimeError("the kernel errs")
+    if specs[0].row == "gla_unit":
+        os._exit(3)
+    sweep.train_together(specs, options)

@@ -2,17 +2,16 @@
 
 Both sides have the same layers, so a checkpoint is renamed, not computed: what can go wrong is a config that means
 another function, and a tensor that is not what its name says. Options that our layers do not have are refused by name;
-names and shapes are held against our model on the meta device. Tensors pass one at a time.
+names and shapes are held against our model on the meta device. Tensors go from file to file.
 
-    families.py   what fla's configs say, and what of it our layers have
-    tensors.py    checkpoints as names, shapes and where the numbers lie
+    families.toml   what fla's configs say, and what of it our layers have; families.py reads it
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import pickle
 import re
 import shutil
 import sys
@@ -20,23 +19,93 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
-from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
+from ccq.names import grouped as names_grouped
 from ccq.names import nearest
-from ccq.pretrained import on_hub
+from ccq.pretrained import located
 from ccq.systems import Identity
 
+WEIGHTS = "model.safetensors"
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that weights come in
 GATE_INIT = 0.01  # where the paper starts its gates
 
 WEIGHT_FILES = re.compile(r"\.(safetensors|bin)(\.index\.json)?$")
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files beside the weights that go along
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name; they lie in its files, and are read when they are written elsewhere."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        for name, tensor in (_safetensors(file) if file.suffix == ".safetensors" else _pickled(file)).items():
+            if name in tensors:
+                raise ValueError(f"{file.name}: {name} is in another file too")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{file.name}: {name} is of {tensor.dtype}; expected {' or '.join(map(str, DTYPES))}")
+            tensors[name] = tensor
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's tensors, in the order in which transformers looks for them."""
+    for single in (WEIGHTS, "pytorch_model.bin"):
+        if (folder / single).is_file():
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            places = read_json(index).get("weight_map")
+            if not isinstance(places, dict) or not places or not all(isinstance(x, str) for x in places.values()):
+                raise ValueError(f"{index}: expected a weight_map from tensors to files")
+            files = [folder / name for name in sorted(set(places.values()))]
+            for file in files:
+                if file.parent != folder or not file.is_file():
+                    raise FileNotFoundError(f"{index} names {file.name}: there is no such file beside it")
+            return files
+    raise FileNotFoundError(
+        f"{folder}: expected {WEIGHTS} or pytorch_model.bin, or their index.json, got "
+        + (", ".join(sorted(file.name for file in folder.iterdir())) or "an empty folder")
+    )
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        handle = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise OSError(f"{file}: damaged or cut off ({error})") from error
+    return {name: handle.get_tensor(name) for name in list(handle.keys())}
+
+
+def _pickled(file: Path) -> dict[str, Tensor]:
+    """Of a file of torch.save: tensors and nothing that runs."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise OSError(f"{file}: damaged, or more than tensors is in it ({str(error).splitlines()[0]})") from error
+    if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):
+        raise ValueError(f"{file}: expected tensors by name")
+    return loaded
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        # infinity is an object in what transformers 5 writes
+        loaded = json.loads(file.read_text(), object_hook=lambda x: float(x["__float__"]) if "__float__" in x else x)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: expected JSON ({error})") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{file}: expected a JSON object")
+    return loaded
 
 
 def model_shapes(config: CCQConfig) -> tuple[CCQForCausalLM, dict[str, tuple[int, ...]]]:
@@ -49,12 +118,12 @@ def model_shapes(config: CCQConfig) -> tuple[CCQForCausalLM, dict[str, tuple[int
     return model, shapes
 
 
-def find(source: dict[str, Kept], wanted: dict[str, tuple[int, ...]], unused: tuple[str, ...]) -> dict[str, Kept]:
+def find(source: dict[str, Tensor], wanted: dict[str, tuple[int, ...]], unused: tuple[str, ...]) -> dict[str, Tensor]:
     """The tensors called `wanted`, also where an earlier version of fla named or joined them in another way.
 
     Raises with every tensor that is missing, of another shape, or not understood.
     """
-    found: dict[str, Kept] = {}
+    found: dict[str, Tensor] = {}
     used, missing, wrong = set(), [], []
     for name, shape in wanted.items():
         spellings = [name, *(name.replace(new, old) for old, new in RENAMED_TENSORS if new in name)]
@@ -81,47 +150,26 @@ def find(source: dict[str, Kept], wanted: dict[str, tuple[int, ...]], unused: tu
     return found
 
 
-def _joined_gate(source: dict[str, Kept], name: str, shape: tuple[int, ...]) -> tuple[str, Kept] | None:
+def _joined_gate(source: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[str, Tensor] | None:
     """gate_proj and up_proj of a SwiGLU as halves of one tensor, called gate_proj: fla before February 2025."""
     match = re.fullmatch(r"(.*\.mlp)\.(gate|up)_proj\.weight", name)
     if match is None or f"{match[1]}.up_proj.weight" in source:
         return None
     place = f"{match[1]}.gate_proj.weight"
     joined = source.get(place)
-    rows = shape[0]
-    if joined is None or joined.shape != (2 * rows, *shape[1:]):
+    if joined is None or joined.shape != (2 * shape[0], *shape[1:]):
         return None
-    half = slice(0, rows) if match[2] == "gate" else slice(rows, 2 * rows)
-    return place, Kept(shape, joined.dtype, lambda _: joined.read(half))
+    return place, joined.chunk(2)[match[2] == "up"]
 
 
 def grouped(names: Sequence[str]) -> list[str]:
-    """Names with the layers that share one joined: model.layers.{0-3,5}.attn.D."""
-    layers: dict[str, list[int]] = {}
-    for name in names:
-        match = re.search(r"\.layers\.(\d+)\.", name)
-        if match is None:
-            layers.setdefault(name, [])
-        else:
-            layers.setdefault(f"{name[: match.start(1)]}{{}}{name[match.end(1) :]}", []).append(int(match[1]))
-    result = []
-    for pattern, numbers in layers.items():
-        spans: list[list[int]] = []
-        for number in sorted(numbers):
-            if spans and number == spans[-1][1] + 1:
-                spans[-1][1] = number
-            else:
-                spans.append([number, number])
-        text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-        one = len(spans) == 1 and spans[0][0] == spans[0][1]
-        result.append(pattern.replace("{}", text if one else f"{{{text}}}") if numbers else pattern)
-    return result
+    """Names, those that differ in their layer alone said once."""
+    alike = names_grouped(names, lambda name: re.sub(r"(?<=\.layers\.)\d+(?=\.)", "*", name))
+    return [same[0] if len(same) == 1 else f"{name} in {len(same)} layers" for name, same in alike.items()]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
-
     target: Path
     layout: str  # "ccq" or "fla"
     config: CCQConfig  # of ours, on whichever side it is
@@ -134,23 +182,18 @@ class Report:
 def convert(
     source: str | Path,
     target: str | Path,
-    to: str | None = None,
     clean: bool = False,
     gate_init: float = GATE_INIT,
     force: bool = False,
 ) -> Report:
-    """Write the checkpoint in folder `source` in the other layout to folder `target`.
+    """Write the checkpoint in folder `source` in the other layout, fla's or ours, to folder `target`.
 
-    Args:
-        to: "ccq" or "fla"; None: the one that it is not in.
-        clean: add cleaning, with lam = gate_init everywhere; a checkpoint of ours can get it too (to="ccq").
+    `clean` adds cleaning, with lam = gate_init everywhere; a checkpoint of ours, which can get it too, stays ours.
 
     `target` must not exist, or be empty; with `force`, the model that is there gives way. It appears when all of it is
     written, or not at all.
     """
     source, target = Path(source).expanduser(), Path(target).expanduser()
-    if to not in (None, "ccq", "fla"):
-        raise ValueError(f"to: expected one of ccq, fla, got {to!r}.{nearest(to, ('ccq', 'fla'))}")
     if not 0 < gate_init < 1:
         raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
     if not source.is_dir():
@@ -167,11 +210,7 @@ def convert(
             f"{source / 'config.json'}: model_type: expected one of {', '.join(types)}, got {kind!r}.{near}"
         )
     ours = kind == CCQConfig.model_type
-    to = to or ("fla" if ours and not clean else "ccq")
-    if to == "fla" and clean:
-        raise ValueError("clean: fla has no cleaned layers; expected to='ccq'")
-    if (to == "fla") != ours and not (ours and clean):
-        raise ValueError(f"to: expected {'fla' if ours else 'ccq'}, got {to!r}: {source} is in that layout already")
+    to = "fla" if ours and not clean else "ccq"
 
     ignored: list[str] = []
     with _naming(source / "config.json"):
@@ -198,30 +237,30 @@ def convert(
         else:
             settings["torch_dtype"] = str(result.dtype).removeprefix("torch.")
             (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        write_safetensors(partial / WEIGHTS, tensors)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, partial / WEIGHTS, {"format": "pt"})
         copied, left = _copy_companions(source, partial)
-    parameters = sum(math.prod(x.shape) for x in tensors.values())
+    parameters = sum(x.numel() for x in tensors.values())
     return Report(target, to, result, parameters, ignored, copied, left)
 
 
-def arrange(source: dict[str, Kept], config: CCQConfig, family: Family | None, to: str) -> dict[str, Kept]:
+def arrange(source: dict[str, Tensor], config: CCQConfig, family: Family | None, to: str) -> dict[str, Tensor]:
     """The tensors under their new names, in our model's order; without a family they keep ours."""
     shapes = model_shapes(config)[1]
     fla = {name: family.name(name, config) if family else name for name in shapes}
     old, new = (shapes, fla.values()) if to == "fla" else (fla.values(), shapes)
     wanted = dict(zip(old, shapes.values(), strict=True))
-    unused = family.unused if family and to != "fla" else ()
+    unused = tuple(family.unused) if family and to != "fla" else ()
     if config.tie_word_embeddings and "lm_head.weight" in source:
         unused = (*unused, "lm_head.weight")  # it may be stored, and is the embedding
     found = find(source, wanted, unused)
     if config.tie_word_embeddings and "lm_head.weight" in source:
         name = next(iter(found))
-        if not torch.equal(found[name].read(ALL), source["lm_head.weight"].read(ALL)):
+        if not torch.equal(found[name], source["lm_head.weight"]):
             raise ValueError(f"tie_word_embeddings is True, but lm_head.weight differs from {name}")
     return dict(zip(new, found.values(), strict=True))
 
 
-def with_gates(tensors: dict[str, Kept], config: CCQConfig) -> dict[str, Kept]:
+def with_gates(tensors: dict[str, Tensor], config: CCQConfig) -> dict[str, Tensor]:
     """The tensors of an uncleaned model and those that cleaning adds, as a cleaner fills them."""
     model, shapes = model_shapes(config)
     gates = {}
@@ -230,7 +269,7 @@ def with_gates(tensors: dict[str, Kept], config: CCQConfig) -> dict[str, Kept]:
             module.to_empty(device="cpu")
             module.reset_parameters()
             for name, x in module.state_dict().items():
-                gates[f"{prefix}.{name}"] = Kept(tuple(x.shape), x.dtype, x.__getitem__)
+                gates[f"{prefix}.{name}"] = x
     return {name: gates[name] if name in gates else tensors[name] for name in shapes}
 
 
@@ -254,19 +293,6 @@ def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     return copied, left
 
 
-def folder_of(name: str) -> Path:
-    """The folder `name`, or the snapshot of that name on the Hub."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"{name}: there is no such folder")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS]
-    return Path(snapshot_download(name, allow_patterns=patterns, **on_hub(name)))
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq convert", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -280,17 +306,14 @@ def main(argv: Sequence[str]) -> int:
         metavar="LAM",
         help=f"with --clean: where lam starts, between 0 and 1 (default: {GATE_INIT})",
     )
-    parser.add_argument(
-        "--to", choices=("ccq", "fla"), help="the layout to write (default: the one that SRC is not in)"
-    )
     parser.add_argument("--force", action="store_true", help="replace another model in DST; its files are removed")
     arguments = parser.parse_args(argv)
     if arguments.gate_init is not None and not arguments.clean:
         parser.error("--gate-init: expected --clean beside it")
     gate_init = GATE_INIT if arguments.gate_init is None else arguments.gate_init
     try:
-        source = folder_of(arguments.source)
-        report = convert(source, arguments.target, arguments.to, arguments.clean, gate_init, arguments.force)
+        source = located(arguments.source)
+        report = convert(source, arguments.target, arguments.clean, gate_init, arguments.force)
     except ValueError as error:
         print(f"ccq convert: {error}", file=sys.stderr)
         return 1
