@@ -41,13 +41,19 @@ EXTRAS = {
     "eval": ("lm_eval", "matplotlib", "nltk", "rouge"),
 }
 
+IMPORT = """
 
-def choose(prog: str, about: str | None, what: str, known: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """Which of `known` (name: help) the first argument names; the rest belongs to it."""
+Every command takes --import MODULE, such as a file with a mixer of yours: it is imported first."""
+
+
+def choose(
+    prog: str, about: str | None, what: str, known: Mapping[str, str], arguments: Sequence[str], more: str = ""
+) -> str:
+    """Which of `known` (name: help) the first argument names; the rest belongs to it. `more` ends the help."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=(about or "").splitlines()[0],
-        epilog=f"{what}s:\n" + "\n".join(f"  {name:<10} {text}" for name, text in known.items()),
+        epilog=f"{what}s:\n" + "\n".join(f"  {name:<10} {text}" for name, text in known.items()) + more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ccq {ccq.__version__}")
@@ -62,13 +68,34 @@ def choose(prog: str, about: str | None, what: str, known: Mapping[str, str], ar
     return name
 
 
+def imported(arguments: Sequence[str]) -> list[str]:
+    """Import every module that `--import` names, such as one that registers a mixer; return the other arguments."""
+    parser = argparse.ArgumentParser(
+        prog="ccq", usage="ccq COMMAND ... --import MODULE", add_help=False, allow_abbrev=False
+    )
+    parser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[])
+    found, rest = parser.parse_known_args(arguments)
+    if found.modules and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the `ccq` script does not look in the folder that it is called from
+    for module in found.modules:
+        try:
+            importlib.import_module(module.removesuffix(".py"))
+        except ModuleNotFoundError as missing:
+            if missing.name != module.removesuffix(".py").partition(".")[0]:
+                raise  # it is there, and imports something that is not
+            raise UserError(f"--import: no module {module!r} in this folder or installed") from None
+    return rest
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (without the program's name) asks for, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = choose("ccq", ccq.__doc__, "command", {name: text for name, (_, text) in COMMANDS.items()}, arguments)
+    known = {name: text for name, (_, text) in COMMANDS.items()}
+    name = choose("ccq", ccq.__doc__, "command", known, arguments, IMPORT)
     module, _, function = COMMANDS[name][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(arguments[1:])
+        rest = imported(arguments[1:])
+        return getattr(importlib.import_module(module), function)(rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -7,12 +7,15 @@ import contextlib
 import functools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ccq.files import TOKENIZER_FILES
 from ccq.names import first_line
 from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files that belong to a model beside its weights
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -160,7 +163,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     path = Path(name).expanduser()
     if not path.exists() and (path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(
-            f"{name} is not there: expected a from_pretrained folder, a file in GGUF, or a name on the Hub"
+            f"{name} does not exist: expected a from_pretrained folder, a run, a .gguf file, or a name on the Hub"
         )
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
@@ -183,9 +186,10 @@ def located(name: str) -> Path:
         raise ModelError(f"{name}: expected a folder with safetensors, a run, or a name, got a file in GGUF")
     if Path(where).is_dir():
         return Path(where)
-    from ccq.model.convert import folder_of
+    from huggingface_hub import snapshot_download
 
-    return folder_of(where)
+    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS]
+    return Path(snapshot_download(name, allow_patterns=patterns, **how))
 
 
 @functools.cache
@@ -210,6 +214,38 @@ def on_hub(name: str) -> dict[str, Any]:
             f"({', '.join(names()) or 'none does'}), and the Hub gives none ({type(error).__name__}: "
             f"{first_line(error)})"
         ) from error
+
+
+@contextlib.contextmanager
+def hub_or_cache() -> Iterator[str | None]:
+    """Loading from the Hub inside; if the Hub does not answer, from its cache alone. Gives the reason, or None.
+
+    It asks once. The libraries inside would ask for half a minute, for each file.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    def set_offline(offline: bool) -> None:
+        constants.HF_HUB_OFFLINE = offline
+        if "datasets" in sys.modules:  # it copies the constant when it is imported
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = offline
+
+    before = constants.HF_HUB_OFFLINE
+    if before:
+        yield "HF_HUB_OFFLINE is set"
+        return
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # of the network's libraries
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    else:
+        yield None
+        return
+    set_offline(True)
+    try:
+        yield reason
+    finally:
+        set_offline(before)
 
 
 def _failure(what: str, name: str, error: Exception) -> str:

@@ -104,7 +104,7 @@ def course(run_folder: Path) -> dict:
     """
     path = run_folder / "log.jsonl" if run_folder.is_dir() else run_folder
     if stored(path) is None:
-        raise AnalysisError(f"{path} is not there: expected the folder of a run of `ccq train`, or its log")
+        raise AnalysisError(f"{path} does not exist: expected the folder of a run of `ccq train`, or its log")
     rows = []
     for line in read_text(path).splitlines():
         with contextlib.suppress(ValueError):
@@ -123,7 +123,7 @@ def course(run_folder: Path) -> dict:
 
 
 def decay_alone(config: Path, steps: list[int]) -> Any:
-    """sigmoid(bias) after each of `steps` if no gradient reached it; None where the run's config is not there."""
+    """sigmoid(bias) after each of `steps` if no gradient reached it; None where the run's config does not exist."""
     if not config.exists():
         return None
     from ccq.train.optimizer import pure_decay

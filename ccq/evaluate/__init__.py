@@ -66,7 +66,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     done = None if options.again else found
     if stage == "metrics":
         if not answers_path.exists():
-            raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
+            raise EvaluationError(f"{answers_path} does not exist: make it with --stage score")
         responses = Responses(answers_path, {})
         check_replaced(done, asked, responses, options.out)
         return finish(its, asked, responses, options, tokenizer, name)

@@ -49,7 +49,7 @@ def documents(corpus: str, data: Path | None) -> list[str]:
         return list(dict.fromkeys(row["text"] for row in sources.read(data, CORPORA[corpus], ["text"])))
     if corpus in NOT_ON_HUB:
         raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
-    with sources.from_hub(f"the corpus {corpus}"):
+    with sources.from_hub(f"the corpus {corpus}", ships="book"):
         if corpus not in ("pg19", "code"):
             task = {"govreport": "gov_report"}.get(corpus, corpus)
             return list(dict.fromkeys(row["context"] for row in sources.longbench_archive(task)))

@@ -139,7 +139,7 @@ class Haystack:
 def essays(data: Path | None) -> str:
     if data is not None:
         return sources.read(data, "PaulGrahamEssays", ["text"])[0]["text"]
-    with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)"):
+    with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)", ships="niah_book"):
         import datasets
 
         return " ".join(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])

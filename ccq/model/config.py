@@ -178,8 +178,8 @@ class CCQConfig(PretrainedConfig):
         for name, choices in {**registered, **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
-                known = ", ".join(choices)
-                raise ValueError(f"{name}: expected one of {known}, got {value!r}.{nearest(value, choices)}")
+                known, own = ", ".join(choices), " For your own: --import MODULE." if name == "mixer" else ""
+                raise ValueError(f"{name}: expected one of {known}, got {value!r}.{nearest(value, choices)}{own}")
         self._check_together()
 
     def _check_together(self) -> None:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     for name, paths in (("RUNS", arguments.paths), ("--docs", arguments.docs)):
         for path in paths:
             if not path.exists():
-                parser.error(f"{name}: {path} is not there")
+                parser.error(f"{name}: {path} does not exist")
     out = arguments.out or Path("report")
     if arguments.out is not None or not arguments.docs:
         older = out / "report.md"

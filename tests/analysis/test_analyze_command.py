@@ -132,10 +132,10 @@ def test_an_unknown_kind_names_the_nearest(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["alignment", "./nowhere"], "is not there"),
-        (["alignment", "./nowhere.gguf"], "a file in GGUF"),
+        (["alignment", "./nowhere"], "does not exist"),
+        (["alignment", "./nowhere.gguf"], "a .gguf file"),
         (["alignment", "./nowhere", "--variants", "1"], "variants: expected 3 to 8"),
-        (["gate", "--run", "./nowhere"], "is not there"),
+        (["gate", "--run", "./nowhere"], "does not exist"),
     ],
 )
 def test_what_is_not_there_is_said_without_a_traceback(arguments, text, capsys):

@@ -146,7 +146,7 @@ def test_a_log_without_the_curve_of_decay_takes_it_from_the_config(tmp_path):
 
 
 def test_a_log_that_is_missing_or_has_no_lam_is_named(tmp_path):
-    with pytest.raises(AnalysisError, match=r"log\.jsonl is not there"):
+    with pytest.raises(AnalysisError, match=r"log\.jsonl does not exist"):
         gates.course(tmp_path)
     (tmp_path / "log.jsonl").write_text(json.dumps(LINES[1]) + "\n")
     with pytest.raises(AnalysisError, match="has no lam in it"):

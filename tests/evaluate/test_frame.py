@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -383,6 +384,38 @@ def test_no_network_is_said(tokenizer, tmp_path, monkeypatch):
         longbench.build(Options(out=tmp_path, max_lengths=(1024,), tasks=("lcc",)), tokenizer)
 
 
+def test_without_a_network_the_hub_is_asked_once(tokenizer, tmp_path, monkeypatch):
+    """Its library would ask for half a minute, for each file."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from ccq.evaluate import length, niah
+
+    asked = []
+
+    class Unreachable:
+        def head(self, address, **options):
+            asked.append(address)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "get_session", Unreachable)
+    begun = time.monotonic()
+    for suite, corpus, ships in ((length, "govreport", "book"), (length, "pg19", "book")):
+        said = rf"the Hub or its cache \(OSError: Name or .*give the data with --data DIR, .* --tasks {ships}"
+        with pytest.raises(EvaluationError, match=said):
+            suite.build(Options(out=tmp_path, tasks=(corpus,), lengths=(512,)), tokenizer)
+    with pytest.raises(EvaluationError, match="--tasks niah_book"):
+        niah.essays(None)
+    assert asked == [constants.ENDPOINT] * 3
+    assert time.monotonic() - begun < 10  # a busy machine; asked again, it would be 75
+    assert not constants.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
 def test_learned_positions_cannot_be_passed(tokenizer, data, tmp_path):
     model = make_model("gpt2", positions=64)
     with pytest.raises(EvaluationError, match=r"learned positions for 64: it cannot take more\. Give --lengths"):
@@ -402,10 +435,10 @@ def test_a_foreign_tokenizer_is_noticed(tokenizer, data, tmp_path):
 
 
 def test_scoring_without_requests_is_refused(llama, tokenizer, data, tmp_path):
-    with pytest.raises(EvaluationError, match=r"length.npz is not there: make it with --stage requests"):
+    with pytest.raises(EvaluationError, match=r"length.npz does not exist: make it with --stage requests"):
         evaluate(llama, tokenizer, "length", Options(out=tmp_path, stage="score"))
     evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="requests"))
-    with pytest.raises(EvaluationError, match=r"length.jsonl is not there: make it with --stage score"):
+    with pytest.raises(EvaluationError, match=r"length.jsonl does not exist: make it with --stage score"):
         evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="metrics"))
     (tmp_path / "requests" / "length.npz").write_bytes(b"PK nonsense")
     with pytest.raises(EvaluationError, match=r"length.npz is damaged"):

@@ -87,4 +87,4 @@ def test_a_package_that_is_missing_is_named_before_anything_is_asked(saved, tmp_
     assert cli.main(common) == 1
     assert "ccq eval needs wonderwords: pip install 'ccq[train]'" in capsys.readouterr().err
     assert cli.main([*common, "--stage", "score"]) == 1, "that stage needs none"
-    assert "niah.npz is not there: make it with --stage requests" in capsys.readouterr().err
+    assert "niah.npz does not exist: make it with --stage requests" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_command_that_fails(source, tmp_path, capsys):
     assert main([str(folder), str(tmp_path / "x")]) == 1
     assert "clamp_min: expected None, got 0.1 (our log-decays have no lower bound)" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "none" / "here"), str(tmp_path / "x")]) == 1
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     for arguments, message in (
         (["--gate-init", "0.1"], "--gate-init: expected --clean beside it"),
         (["--to", "flax"], "invalid choice: 'flax'"),
@@ -262,3 +262,24 @@ def test_a_name_on_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "model_info", fail)
     with pytest.raises(OSError, match=r"no model 'fla-hub/gla': .* the Hub gives none \(ConnectionError: offline\)"):
         main(["fla-hub/gla", str(tmp_path / "x")])
+
+
+def test_a_model_that_ships_by_its_name(tmp_path, monkeypatch, capsys):
+    """The same resolver as `ccq generate` and `ccq.load`; the tokenizer that shipped models share goes along."""
+    import ccq
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["gla-pico", "cleaned", "--clean"]) == 0
+    assert "lam starts at 0.01" in capsys.readouterr().out
+    (before, theirs), (after, ours) = ccq.load("gla-pico"), ccq.load("cleaned")
+    assert ours("The Queen").input_ids == theirs("The Queen").input_ids
+    tensors = after.state_dict()
+    assert_same_tensors(before.state_dict(), {name: tensors[name] for name in before.state_dict()})
+    assert {name for name in tensors if name not in before.state_dict()} == {n for n in tensors if "cleaner" in n}
+
+
+def test_a_run_is_told_from_a_model(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert main([str(tmp_path / "run"), str(tmp_path / "x")]) == 1
+    assert f"`ccq export {tmp_path / 'run'} OUT`" in capsys.readouterr().err

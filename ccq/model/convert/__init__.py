@@ -23,20 +23,20 @@ from pathlib import Path
 
 import torch
 
-from ccq.files import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
+from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
 from ccq.model.convert.tensors import ALL, WEIGHTS, Kept, read, read_json, write_safetensors
 from ccq.model.decoder import CCQForCausalLM
 from ccq.names import nearest
-from ccq.pretrained import on_hub
+from ccq.pretrained import COMPANIONS, is_run, located
+from ccq.shipped import tokenizer_folder
 from ccq.systems import Identity
 
 GATE_INIT = 0.01  # where the paper starts its gates
 
 WEIGHT_FILES = re.compile(r"\.(safetensors|bin)(\.index\.json)?$")
-COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files beside the weights that go along
 
 
 def model_shapes(config: CCQConfig) -> tuple[CCQForCausalLM, dict[str, tuple[int, ...]]]:
@@ -155,6 +155,8 @@ def convert(
         raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: there is no such folder")
+    if is_run(str(source)):
+        raise ValueError(f"{source} is a run: expected a model, such as `ccq export {source} OUT` makes")
     check_free(target, force)
     if target.resolve() == source.resolve():
         raise ValueError(f"target: expected another folder than the source, got {target}")
@@ -245,7 +247,8 @@ def _naming(place: Path) -> Iterator[None]:
 
 def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     copied, left = [], []
-    for file in sorted(source.iterdir()):
+    beside = {*source.iterdir(), *tokenizer_folder(source).iterdir()}  # shipped models share a tokenizer
+    for file in sorted(beside, key=lambda file: file.name):
         if file.name in COMPANIONS and file.is_file():
             shutil.copyfile(file, target / file.name)
             copied.append(file.name)
@@ -254,23 +257,12 @@ def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     return copied, left
 
 
-def folder_of(name: str) -> Path:
-    """The folder `name`, or the snapshot of that name on the Hub."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"{name}: there is no such folder")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS]
-    return Path(snapshot_download(name, allow_patterns=patterns, **on_hub(name)))
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq convert", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "source", metavar="SRC", help="folder of a checkpoint, or a name on the Hub such as fla-hub/gla-1.3B-100B"
+        "source",
+        metavar="SRC",
+        help="a folder, a model that ships (gla-pico), or a name on the Hub (fla-hub/gla-1.3B-100B)",
     )
     parser.add_argument("target", metavar="DST", help="folder to make")
     parser.add_argument("--clean", action="store_true", help="add cleaning to every layer")
@@ -289,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--gate-init: expected --clean beside it")
     gate_init = GATE_INIT if arguments.gate_init is None else arguments.gate_init
     try:
-        source = folder_of(arguments.source)
+        source = located(arguments.source)
         report = convert(source, arguments.target, arguments.to, arguments.clean, gate_init, arguments.force)
     except ValueError as error:
         print(f"ccq convert: {error}", file=sys.stderr)
