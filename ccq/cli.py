@@ -14,22 +14,22 @@ from ccq.names import nearest
 
 # name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
 COMMANDS = {
-    "analyze": ("ccq.analysis:main", "where keys lie, what the gate does, what cleaning changes in a trained model"),
-    "bench": ("ccq.bench:main", "what the operator costs on a GPU, beside its backbone and beside the floor"),
-    "compare": ("ccq.evaluate.compare:main", "results of `ccq eval` side by side, with paired differences"),
-    "convert": ("ccq.model.convert:main", "a checkpoint of flash-linear-attention into ours, cleaned or not, and back"),
-    "data": ("ccq.data.command:main", "a tokenizer from text, and text into token shards that training reads"),
-    "demo": ("ccq.demo:main", "train recall, try the models that ship, write one page: minutes on two cores"),
-    "doctor": ("ccq.doctor:main", "what runs on this machine, why nothing faster does, and what to change"),
-    "eval": ("ccq.evaluate:main", "a model on the paper's four axes and on MQAR, offline or from the Hub"),
-    "export": ("ccq.train.export:main", "the weights of a run as a folder that `from_pretrained` loads"),
-    "generate": ("ccq.model.generate:main", "text from a checkpoint, ours or any of Hugging Face's"),
-    "info": ("ccq.model.info:main", "parameters, state, FLOPs and memory to train of a preset"),
-    "plan": ("ccq.train.plan:main", "memory, speed, days and GPU-hours of a recipe, before it is trained"),
-    "report": ("ccq.report:main", "one page: the paper's tables and figures with our numbers beside the paper's"),
-    "serve": ("ccq.serve:main", "a model behind an OpenAI-compatible server on this machine"),
-    "sweep": ("ccq.train.sweep:main", "every row of the recall comparison at every rate, on one GPU in minutes"),
-    "train": ("ccq.train.command:main", "train a recipe, or go on; on a laptop, one GPU or many"),
+    "analyze": ("ccq.analysis:main", "measure keys, gates and the effect of cleaning in a trained model"),
+    "bench": ("ccq.bench:main", "measure the cost of CCQ on your GPU"),
+    "compare": ("ccq.evaluate.compare:main", "compare results of `ccq eval`, with paired differences and intervals"),
+    "convert": ("ccq.model.convert:main", "convert checkpoints from and to flash-linear-attention, and add cleaning"),
+    "data": ("ccq.data.command:main", "train a tokenizer, and turn text into token shards for training"),
+    "demo": ("ccq.demo:main", "train tiny models, test the shipped ones, write a report page: minutes on a CPU"),
+    "doctor": ("ccq.doctor:main", "check this machine: what runs, why, and what to change"),
+    "eval": ("ccq.evaluate:main", "evaluate a model on the paper's four axes and on recall"),
+    "export": ("ccq.train.export:main", "write the weights of a run as a `from_pretrained` folder"),
+    "generate": ("ccq.model.generate:main", "generate text with our models or any causal model of Hugging Face"),
+    "info": ("ccq.model.info:main", "show parameters, state, FLOPs and training memory of a preset or model"),
+    "plan": ("ccq.train.plan:main", "estimate memory, speed and GPU-hours of a recipe"),
+    "report": ("ccq.report:main", "write one page with your results beside the paper's"),
+    "serve": ("ccq.serve:main", "serve a model with an OpenAI-compatible API on this machine"),
+    "sweep": ("ccq.train.sweep:main", "train all systems of a recall comparison, on one GPU"),
+    "train": ("ccq.train.command:main", "train a recipe or resume a run, on a laptop, one GPU or many"),
 }
 
 # extras of this package, and the modules that they install
@@ -43,7 +43,7 @@ EXTRAS = {
 
 IMPORT = """
 
-Every command takes --import MODULE, such as a file with a mixer of yours: it is imported first."""
+Every command takes --import MODULE: a Python module to import first, such as a file with your own mixer."""
 
 
 def choose(
@@ -57,7 +57,7 @@ def choose(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ccq {ccq.__version__}")
-    hint = f"one of those below; `{prog} {what.upper()} --help` says more"
+    hint = f"one of the {what}s below; see `{prog} {what.upper()} --help`"
     parser.add_argument("name", help=hint, metavar=what.upper())
     if not arguments:
         parser.print_help(sys.stderr)

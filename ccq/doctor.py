@@ -268,9 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ccq doctor",
         description="What runs on this machine, why nothing faster does, and what to change.",
-        epilog="Exit code 1 if a finding is an error: numbers can be wrong. Warnings leave it 0.",
+        epilog="The exit code is 1 if numbers can be wrong on this machine. Warnings leave it at 0.",
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     env = look()
     rows, findings = choices(env), diagnose(env)

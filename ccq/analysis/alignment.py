@@ -238,8 +238,8 @@ def rounded(x: Any) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("alignment", __doc__, variants=4)
-    parser.add_argument("--untrained", action="store_true", help="fresh weights: how much of the gap is no learning")
-    parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
+    parser.add_argument("--untrained", action="store_true", help="use random weights: a gap without learning")
+    parser.add_argument("--figures", type=Path, help="folder for the figures (default: --out)")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
     result, model, tokenizer = begin("alignment", arguments)

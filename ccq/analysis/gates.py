@@ -1,5 +1,6 @@
-"""How much does a trained model clean, and when? Mean lam by layer and head, its course in training, and how far the
-read turns the query: the angle between q and q_clean.
+"""How much does a trained model clean, and when? Mean lam by layer and head, and its course in training.
+
+Beside it the angle between q and q_clean: how far the read turns the query.
 
     text        ordinary text: a file, or our filler
     filler      the filler of needle prompts
@@ -137,8 +138,8 @@ def decay_alone(config: Path, steps: list[int]) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("gate", __doc__, variants=3, nargs="?")
-    parser.add_argument("--text", type=Path, help="a file of ordinary text; by default our filler")
-    parser.add_argument("--run", type=Path, help="folder of a run of `ccq train`: lam over its steps")
+    parser.add_argument("--text", type=Path, help="a file of ordinary text (default: our filler)")
+    parser.add_argument("--run", type=Path, help="run folder of `ccq train`: draw lam over its steps")
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.run is None:
         parser.error("expected a MODEL, or a run with --run, or both")

@@ -117,9 +117,9 @@ def own_prompt(text: str, needle: str) -> Prompt:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("margin", __doc__, variants=3)
-    parser.add_argument("--prompt", help="a prompt of your own; its last token is the one that reads")
-    parser.add_argument("--needle", help="the piece of --prompt that should be found")
-    parser.add_argument("--lam", type=float, help="from 0 to 1: instead of the model's own, or where it has none")
+    parser.add_argument("--prompt", help="your own prompt; its last token reads")
+    parser.add_argument("--needle", help="the part of --prompt to find")
+    parser.add_argument("--lam", type=float, help="lam from 0 to 1, instead of the model's own")
     arguments = parser.parse_args(argv)
     if arguments.lam is not None and not 0 <= arguments.lam <= 1:
         parser.error(f"--lam: expected a number from 0 to 1, got {arguments.lam}")

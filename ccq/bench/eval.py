@@ -1,4 +1,4 @@
-"""`ccq bench eval`: how fast suites are answered, and what sharing the prefill of equal contexts changes.
+"""`ccq bench eval`: speed of evaluation, and the effect of shared prefill.
 
 Requests as `ccq eval MODEL --stage requests` left them, presets with random weights: speed does not depend on what a
 model knows. A second row for each suite with shared contexts runs some of them both ways.
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval", __doc__, suites="lm,niah", contexts=(1000, "that are scored both ways (default: %(default)s)")
     )
     parser.set_defaults(systems=("ccq-gla",), size="500m")
-    parser.add_argument("--requests", type=Path, required=True, help="folder of requests, a file a suite")
+    parser.add_argument("--requests", type=Path, required=True, help="folder of requests, one file per suite")
     args = parser.parse_args(argv)
     return run(args, "answering requests with whole models", measured(args))
 

@@ -1,4 +1,4 @@
-"""`ccq bench profile`: where the time of a training step, a prefill and a decode step goes, by class of kernel.
+"""`ccq bench profile`: time of a training step, a prefill and a decode step by kind of kernel.
 
 A kernel of ours or of fla belongs to the class of the module that defines it, any other to that of its name. What is
 left of the wall clock is idle: the GPU waits for the host.

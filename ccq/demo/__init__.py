@@ -1,4 +1,4 @@
-"""`ccq demo`, which `make run` runs: recall trained, shipped models tried, one page. Minutes on two cores, no network.
+"""`ccq demo` (`make run`): train tiny models, test the shipped ones, write a report page. Minutes on a CPU, no network.
 
     OUT/regimes/                 one read in three constructed regimes: a table and a figure
     OUT/gla_tiny/ ...            a backbone, its unit-norm control and CCQ, trained on recall (runs of `ccq train`)
@@ -366,10 +366,12 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="ccq demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=defaults.out, help="folder to write to (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier demo wrote there")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is drawn and trained (%(default)s)")
-    parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
+    parser.add_argument("--out", type=Path, default=defaults.out, help="folder to write to (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="start over: remove the files of an earlier demo")
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, help="seed of data and training (default: %(default)s)"
+    )
+    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     options = parser.parse_args(argv)
     try:
         if options.device:

@@ -1,4 +1,4 @@
-"""`ccq eval`: a model on the paper's four axes and on MQAR; any Hugging Face causal LM, offline or from the Hub."""
+"""`ccq eval`: evaluate a causal language model on the paper's four axes and on recall, offline or from the Hub."""
 
 from __future__ import annotations
 
@@ -242,23 +242,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ccq eval",
         description=(__doc__ or "").splitlines()[0],
-        epilog="suites, and the options that each reads:\n" + "\n".join(map(described, suites().values())),
+        epilog="suites and their options:\n" + "\n".join(map(described, suites().values())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     axes = ",".join(suite.name for suite in suites().values() if suite.axis)
-    add("model", metavar="MODEL", help="a shipped model, a from_pretrained folder (ccq export), or a name on the Hub")
-    add("--suite", default=axes, help="suites, with commas between (default: %(default)s)")
-    add("--out", type=Path, required=True, help="folder of the results; an unfinished one there is resumed")
-    add("--data", type=Path, help="folder of the evaluation data; without it, from the Hub")
-    add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
-    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
-    add("--stage", choices=STAGES, default="all", help="one of requests, score, metrics; by default all three")
-    add("--batch-size", type=positive, help="sequences a batch; by default as many as fit a budget of tokens")
-    add("--device", default=best_device())
+    add("model", metavar="MODEL", help="a shipped model, a run, a from_pretrained folder, or a name on the Hub")
+    add("--suite", default=axes, help="suites, separated by commas (default: %(default)s)")
+    add("--out", type=Path, required=True, help="folder for the results; the same command resumes")
+    add("--data", type=Path, help="folder with the evaluation data (default: download from the Hub)")
+    add("--limit", type=positive, help="at most LIMIT samples per task; the result is marked as a quick look")
+    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks or corpora, separated by commas")
+    add("--stage", choices=STAGES, default="all", help="run one stage only (default: all three)")
+    add("--batch-size", type=positive, help="sequences per batch (default: as many as a budget of tokens allows)")
+    add("--device", default=best_device(), help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
-    add("--tokenizer", help="where MODEL has none")
-    add("--again", action="store_true", help="run what is finished once more, from the start")
+    add("--tokenizer", help="a folder or name, if MODEL has no tokenizer")
+    add("--again", action="store_true", help="evaluate again what is finished")
     for option in readers():  # shown with their suites, below
         how: dict[str, Any] = {"type": option.type} if option.type else {"choices": option.choices}
         add(option.flag, dest=option.name, default=option.default, help=argparse.SUPPRESS, **how)

@@ -1,4 +1,4 @@
-"""`ccq compare`: results of `ccq eval` side by side, with paired differences from the first."""
+"""`ccq compare`: compare results of `ccq eval` with those of the first folder, by paired differences."""
 
 from __future__ import annotations
 
@@ -192,9 +192,15 @@ def told(found: dict | None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq compare", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `ccq eval --out` wrote")
-    parser.add_argument("--suite", type=lambda text: text.split(","), help="only these suites")
-    parser.add_argument("--out", type=Path, help="write the table as JSON too")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folders written by `ccq eval --out`; the first is the baseline",
+    )
+    parser.add_argument("--suite", type=lambda text: text.split(","), help="only these suites, separated by commas")
+    parser.add_argument("--out", type=Path, help="also write the table as JSON")
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
         parser.error("RUN: two folders or more are compared, got one")

@@ -255,7 +255,7 @@ SUITE = Suite(
     metrics=metrics,
     options=(
         max_lengths_option(",".join(map(str, MAX_LENGTHS))),
-        Option("prefill", "contexts with several continuations", choices=PREFILLS, default="auto"),
+        Option("prefill", "how to score several continuations of one context", choices=PREFILLS, default="auto"),
     ),
     tasks=tuple(TASKS),
     data=tuple(task.stem for task in TASKS.values()),

@@ -158,12 +158,12 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
 
 SUITE = Suite(
     name="length",
-    help="perplexity past the training length, on long documents",
+    help="perplexity beyond the training length, on long documents",
     build=build,
     metrics=metrics,
     options=(
         lengths_option(f"{LENGTHS[0]} to {LENGTHS[-1]}"),
-        Option("tokens", "of each corpus at most so many, from its start", positive),
+        Option("tokens", "read at most N tokens of each corpus", positive),
     ),
     tasks=KNOWN,
     data=tuple(CORPORA.values()),

@@ -102,10 +102,10 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     return rows, scores
 
 
-UPDATES = Option("updates", "keys that get another value (default: the model's own, else 0)", int)
-NOISE = Option("noise", "the share of pairs that are noise (default: the model's own, else 0.2)", float)
-SLICES = Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
-SIZE = Option("recall_vocab_size", "of the samples (default: the model's own, else as published)", positive)
+UPDATES = Option("updates", "number of overwritten keys (default: the model's own, else 0)", int)
+NOISE = Option("noise", "share of noise pairs (default: the model's own, else 0.2)", float)
+SLICES = Option("slices", "other samples than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
+SIZE = Option("recall_vocab_size", "vocabulary of the samples (default: the model's own, else as published)", positive)
 
 SUITE = Suite(
     name="mqar",

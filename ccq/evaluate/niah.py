@@ -391,8 +391,8 @@ SUITE = Suite(
     options=(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
-        Option("sizing", "how large the haystack is", choices=tuple(SIZINGS), default="ruler"),
-        Option("keys", "'odd' takes those that training never saw", choices=tuple(KEYS), default="all"),
+        Option("sizing", "size of the haystack", choices=tuple(SIZINGS), default="ruler"),
+        Option("keys", "odd: only keys that never occur in training", choices=tuple(KEYS), default="all"),
         SEED,
     ),
     tasks=tuple(KNOWN),

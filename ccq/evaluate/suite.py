@@ -129,11 +129,13 @@ def positive(text: str) -> int:
 
 
 def lengths_option(default: str) -> Option:
-    return Option("lengths", f"in tokens, with commas between (default: {default})", whole_numbers)
+    return Option("lengths", f"lengths in tokens, separated by commas (default: {default})", whole_numbers)
 
 
 def max_lengths_option(default: str) -> Option:
-    return Option("max_lengths", f"of a request in tokens (default: {default})", whole_numbers, flag="--max-length")
+    return Option(
+        "max_lengths", f"length limits of a request in tokens (default: {default})", whole_numbers, flag="--max-length"
+    )
 
 
-SEED = Option("seed", "of drawn samples (default: 42)", int, default=42)
+SEED = Option("seed", "seed of the samples (default: 42)", int, default=42)

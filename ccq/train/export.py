@@ -1,4 +1,4 @@
-"""`ccq export RUN_DIR OUT_DIR`: the weights of a run as a folder that `from_pretrained` loads."""
+"""`ccq export RUN_DIR OUT_DIR`: write the weights of a run as a folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of a run of `ccq train`")
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--step", type=int, help="of this checkpoint (default: the newest)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they were trained)")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: as trained)")
     parser.add_argument("--force", action="store_true", help="replace another model in OUT_DIR; its files are removed")
     options = parser.parse_args(argv)
     step = export(options.run, options.out, options.step, options.dtype, options.force)

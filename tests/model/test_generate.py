@@ -458,7 +458,7 @@ def test_the_command_takes_any_hugging_face_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", " "], "--prompt: expected some text to go on from, got an empty prompt"),
+        (["--prompt", " "], "--prompt: expected some text, got an empty prompt"),
         (["--prompt", "a", "--tokens", "0"], "--tokens: expected a positive number, got 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: expected a number that is not negative"),
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),

@@ -113,7 +113,7 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
         (
             "ccq_gla_tiny --system.device cpu",
             2,
-            "options of how a run runs are called --runtime.device",
+            "this option is now --runtime.device",
         ),
         ("ccq_gla_tiny --model.key-size 0", 1, "model.key_size: expected at least 1, got 0"),
         ("ccq_gla_tiny --model.mixer glaa", 1, "Did you mean 'gla'?"),

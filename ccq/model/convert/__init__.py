@@ -1,4 +1,4 @@
-"""`ccq convert SRC DST`: checkpoints of flash-linear-attention into ours, with cleaning if wanted, and back.
+"""`ccq convert SRC DST`: convert checkpoints from and to flash-linear-attention, and add cleaning.
 
 Both sides have the same layers, so a checkpoint is renamed, not computed: what can go wrong is a config that means
 another function, and a tensor that is not what its name says. Options that our layers do not have are refused by name;
@@ -262,9 +262,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a folder, a model that ships (gla-pico), or a name on the Hub (fla-hub/gla-1.3B-100B)",
+        help="a folder, a shipped model (gla-pico), or a name on the Hub (fla-hub/gla-1.3B-100B)",
     )
-    parser.add_argument("target", metavar="DST", help="folder to make")
+    parser.add_argument("target", metavar="DST", help="folder to write")
     parser.add_argument("--clean", action="store_true", help="add cleaning to every layer")
     parser.add_argument(
         "--gate-init",
@@ -273,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
         help=f"with --clean: where lam starts, between 0 and 1 (default: {GATE_INIT})",
     )
     parser.add_argument(
-        "--to", choices=("ccq", "fla"), help="the layout to write (default: the one that SRC is not in)"
+        "--to", choices=("ccq", "fla"), help="the layout to write (default: the layout that SRC does not have)"
     )
     parser.add_argument("--force", action="store_true", help="replace another model in DST; its files are removed")
     arguments = parser.parse_args(argv)
