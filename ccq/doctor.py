@@ -99,7 +99,7 @@ def check_device(name: str) -> None:
         raise DeviceError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise DeviceError(f"--device: {name!r} was asked for, and torch sees {count} GPUs (`ccq doctor` says why)")
+        raise DeviceError(f"--device: {name!r} is not available: torch sees {count} GPUs (`ccq doctor` says why)")
 
 
 def runnable(parser: argparse.ArgumentParser, device: str | None, dtype: str) -> tuple[str, str]:

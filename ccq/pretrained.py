@@ -148,8 +148,8 @@ def base_of(where: str) -> str:
     base = read_adapter(Path(where))["base_model"]
     if base is None:
         raise ModelError(
-            f"{where} does not say which model it is for, because that was not loaded from anywhere: load it and give "
-            "it to ccq.load_adapter(model, folder)"
+            f"{where} does not name its base model, which was not loaded from a folder or the Hub: load the model and "
+            "give it to ccq.load_adapter(model, folder)"
         )
     return base
 
@@ -174,7 +174,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
         if (preset := name.replace("_", "-")) in presets():
             recipe = preset.replace("-", "_")
-            raise ModelError(f"{name} is a preset, which has no weights: `ccq train {recipe}` makes some")
+            raise ModelError(f"{name} is a preset without weights: train it with `ccq train {recipe}`")
     where = locate(name)
     return where, {} if Path(where).exists() else on_hub(name)
 
@@ -210,8 +210,8 @@ def on_hub(name: str) -> dict[str, Any]:
             if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
                 return {"local_files_only": True}
         raise ModelError(
-            f"there is no model {name!r}: no folder here is called that, none of those that ship "
-            f"({', '.join(names()) or 'none does'}), and the Hub gives none ({type(error).__name__}: "
+            f"there is no model {name!r}: it is not a folder here, not a shipped model "
+            f"({', '.join(names()) or 'none ships'}), and the Hub gives none ({type(error).__name__}: "
             f"{first_line(error)})"
         ) from error
 

@@ -11,6 +11,7 @@ from test_docs import ROOT, blocks, execute
 
 from ccq.cli import main
 from ccq.mixers import MIXERS
+from ccq.shipped import book
 
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if page.stem != "index"]
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
@@ -70,6 +71,21 @@ def test_a_tutorial_runs_from_its_page_alone(page, empty_folder, capsys):
             execute(page, line, source, names)
         else:
             assert run_sh(source) == 0, f"{page.name}, line {line}: {source}{capsys.readouterr().err}"
+
+
+def test_the_text_path_of_the_readme_runs(empty_folder, capsys):
+    """From text to a generated sentence and a score, with fewer steps; tests/serve has the server."""
+    Path("story.txt").write_text(book()["stories"][0], encoding="utf-8")
+    [source] = [source for _, _, source in blocks(ROOT / "README.md", "sh") if "ccq data tokenizer" in source]
+    for long, short in (
+        ("TEXT...", "story.txt"),
+        ("--steps 200", "--steps 2"),
+        ("--lengths 512", "--lengths 512 --limit 2"),
+    ):
+        assert long in source
+        source = source.replace(long, short)
+    source = "".join(line for line in source.splitlines(keepends=True) if not line.startswith("ccq serve"))
+    assert run_sh(source) == 0, capsys.readouterr().err
 
 
 def test_the_notebook_runs(empty_folder, monkeypatch, capsys):

@@ -150,8 +150,8 @@ def measure(model: Any, tokenizer: Any, prompts: Sequence[Prompt], bos: bool = F
             for projection, _ in observer.norms.values():
                 if getattr(text_config(model), "model_type", None) not in TRUSTED:
                     raise AnalysisError(
-                        f"{projection.name} of {type(projection.parent).__name__} puts out q, k and v together, and "
-                        "where its keys lie in that is not known here"
+                        f"{projection.name} of {type(projection.parent).__name__} returns q, k and v together, and "
+                        "ccq does not know which of them are the keys"
                     )
             sizes = {name: int(mask.sum()) for name, mask in tokens.groups.items()}
             rows.append({"kind": prompt.kind, "answer": prompt.answer, "tokens": len(tokens.ids), "groups": sizes})
@@ -303,9 +303,9 @@ def tables(found: Collection) -> list[Table]:
                 of_part = (point, str(part["directions"][0]), novel, planted, difference, layers, near, rare)
                 controls.append(analysis_row(source.title, [source], of_part))
     head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
-    caption = "Gap of alignment: needle tokens that are unique, less the filler"
+    caption = "Alignment gap: unique needle tokens minus filler"
     gap = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
     head = ["model", "keys", "top", "new thing, asked for", "planted, not asked for", "difference",
-            "layers where it is clearly below, above", "filler around the needle", "rare filler"]  # fmt: skip
-    control = Table("control", "Gap of alignment beside its controls", head, [Block("", controls)])
+            "layers clearly below, above zero", "filler around the needle", "rare filler"]  # fmt: skip
+    control = Table("control", "Alignment gap and its controls", head, [Block("", controls)])
     return [*([gap] if ours else []), *([control] if controls else [])]

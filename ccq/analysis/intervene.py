@@ -118,9 +118,9 @@ def main(argv: Sequence[str]) -> int:
     asked = [Intervention("off")] if arguments.off else []
     asked += [Intervention(kind, x) for kind in ("fixed", "scale") for x in getattr(arguments, kind)]
     if not asked:
-        parser.error("expected an intervention at least: --off, --fixed X or --scale X")
+        parser.error("expected at least one intervention: --off, --fixed X or --scale X")
     if arguments.stage != "all":
-        parser.error("--stage: an intervention is evaluated in one go; expected no stage")
+        parser.error("--stage: interventions run all stages; expected no --stage")
     model, tokenizer = load(arguments, suites)
     count = len(cleaners(model))
     if arguments.each_layer:

@@ -88,7 +88,7 @@ def measure(
             run(model, tokens.ids)
     if not found:
         raise AnalysisError(
-            f"{type(model).__name__}: its queries and keys could not be seen where they meet (its attention does not "
+            f"{type(model).__name__}: its queries and keys could not be captured (its attention does not "
             "go through transformers' AttentionInterface)"
         )
     layers = sorted(found)
@@ -109,7 +109,7 @@ def measure(
 def own_prompt(text: str, needle: str) -> Prompt:
     """A prompt of the user's own, in which `needle` stands once."""
     if not needle or text.count(needle) != 1:
-        raise AnalysisError(f"needle: expected a piece of the prompt that stands there once, got {needle!r}")
+        raise AnalysisError(f"needle: expected a piece that occurs once in the prompt, got {needle!r}")
     begin = text.index(needle)
     span = (begin, begin + len(needle))
     return Prompt("own", text, needle, span, span, (), (len(text), len(text)))
@@ -155,7 +155,7 @@ def tables(found: Collection) -> list[Table]:
     if not rows:
         return []
     head = ["model", "lam", "mean less mean", "best less best", "rank of the needle",
-            "heads where the mean margin widens", "the best's"]  # fmt: skip
+            "heads with a larger mean margin", "the best's"]  # fmt: skip
     notes = ["Scores of unit keys at the last token of needle prompts, without → with cleaning; means over layers and "
              "heads. Rank 1: above all distractors."]  # fmt: skip
     if any("projected mean" in source.content["table"] for source in found.of("analysis", "margin")):

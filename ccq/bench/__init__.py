@@ -23,7 +23,7 @@ KINDS = {
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that `argv` names."""
     if argv and argv[0] == "tune":
-        print("That is benchmarks/tune.py, which is in the repository only.", file=sys.stderr)
+        print("Use benchmarks/tune.py, which is only in the repository.", file=sys.stderr)
         return 2
     kind, rest = choose("ccq bench", __doc__, "kind", KINDS, argv), argv[1:]
     import torch

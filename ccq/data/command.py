@@ -91,7 +91,7 @@ def inputs_of(options: argparse.Namespace):
     inputs = Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
     if skipped := inputs.skipped():
         shown = [*map(str, skipped[:10]), *[f"and {len(skipped) - 10} more"] * (len(skipped) > 10)]
-        print(f"Skipped, of no kind that is read ({len(skipped)}): {', '.join(shown)}", file=sys.stderr)
+        print(f"Skipped files of other kinds ({len(skipped)}): {', '.join(shown)}", file=sys.stderr)
     return inputs
 
 
@@ -143,7 +143,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     try:
         index = prepare(what, options.out, options.workers, progress=True)
     except KeyboardInterrupt:
-        print("Interrupted: finished shards are kept; the same command goes on.", file=sys.stderr)
+        print("Interrupted: finished shards are kept; the same command resumes.", file=sys.stderr)
         return 130
     print(f"{options.out}: {summary(index)}")
     return 0

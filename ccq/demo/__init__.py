@@ -108,7 +108,7 @@ def label(system: str) -> str:
 def plan(settings: Settings) -> list[Step]:
     """The steps in their order. Only models that ship are asked."""
     made: tuple[str, ...] = ("scores.json", "scores.png", "scores.svg")
-    title = "A needle among distractors: one read, constructed"
+    title = "A constructed example: one read of a needle among distractors"
     steps = [Step("regimes", title, 5, three_regimes, {"seed": settings.seed, "steps": 2}, made)]
     for system in settings.systems:
         title = f"{label(system)} learns recall: {settings.steps} steps, then a test"
@@ -242,7 +242,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         say(where_it_runs(device))
         left = sum(step.seconds for step in steps if not step.finished(out, record))
         if not any(step.folder in TRIO for step in steps):
-            say("The trained trio does not ship with this version: needles, lengths and alignment are left out.")
+            say("The shipped models are missing in this version: needles, lengths and alignment are left out.")
         for number, step in enumerate(steps, 1):
             head = f"[{number}/{len(steps) + 1}] {step.title}"
             if step.finished(out, record):
@@ -251,7 +251,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
             so_far, to_go = duration(time.perf_counter() - begin), duration(max(0, left))
             say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
             if wrong := damaged(out / step.folder):
-                say(f"{wrong} is damaged: this part is made anew")
+                say(f"{wrong} is damaged: making this part again")
             as_now = record.get(step.folder) in (None, step.entry(False), step.entry(True))
             if wrong or not as_now:  # begun with other settings, or by an older version
                 remove(out / step.folder)  # before the record says that what lies there is this step's
@@ -267,7 +267,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         page = write_report(settings, steps)
         show(settings, steps, console)
     say(f"\nThe page: {page.resolve()}")
-    say(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.")
+    say(f"{duration(time.perf_counter() - begin)} in total. `ccq demo --fresh` starts over.")
     return 0
 
 
@@ -306,7 +306,7 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
             share = told["data"]["needle_tokens"] / told["data"]["tokens"]
             said.append(
                 f"The models that ship were trained on windows of {told['window']:,} tokens of text, {share:.0%} of it "
-                "documents with needles: they know the task."
+                "documents with needles: they were trained on this task."
                 + (f" They have a convolution over {told['conv_size']} tokens too." if told["conv_size"] else "")
             )
     found = {name: read(settings.out / name / "niah.json")["scores"].values() for name in ship}
@@ -338,7 +338,7 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     if ship:
         tasks = {"niah_single_1": "noise", "niah_book": "book"}
         columns = {f"{task}/{n}": f"{what}\n{n:,}" for task, what in tasks.items() for n in settings.needle_lengths}
-        title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
+        title = f"Needles retrieved by the shipped models, %, {settings.needle_samples} samples each, by tokens"
         table(title, ship, "niah.json", columns, digits=0)
         there, told = read(settings.out / next(iter(ship)) / "length.json")["scores"], shipped.book()
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
@@ -357,9 +357,8 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     for note in notes(settings, steps):
         console.print(note, markup=False)
     console.print(
-        f"One seed ({settings.seed}), minutes of training, few samples: this shows that all of it works and where to "
-        "look, not which is better: another --seed ranks the models of the first table anew. Runs with several seeds "
-        "and equal treatment are in docs/results.md."
+        f"One seed ({settings.seed}), minutes of training and few samples show that everything works, not which model "
+        "is better: another --seed changes the ranking in the first table. docs/results.md has runs with several seeds."
     )
 
 
@@ -378,5 +377,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_device(options.device)
         return run(Settings(out=options.out, seed=options.seed, device=options.device), options.fresh)
     except (KeyboardInterrupt, Stopped) as stopped:
-        print("\nStopped. The same command goes on from here.", file=sys.stderr)
+        print("\nStopped. The same command resumes.", file=sys.stderr)
         return stopped.args[0] if isinstance(stopped, Stopped) else 130

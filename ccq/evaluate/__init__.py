@@ -61,7 +61,9 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         print(f"Wrote {requests}")
         return None
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
-        raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
+        raise EvaluationError(
+            f"{requests} was made with another tokenizer than that of {name}: run --stage requests again"
+        )
     found = results.read_result(options.out, suite)
     done = None if options.again else found
     if stage == "metrics":
@@ -86,7 +88,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         and done["model"]["hash"] == identity["model_hash"]
         and done["model"].get("lam", identity["lam"]) == identity["lam"]
     ):
-        print(f"{suite}: finished already, {result_path}; --again runs it again")
+        print(f"{suite}: already finished, {result_path}; --again evaluates it again")
         return done
     size = sum(p.numel() for p in model.parameters())
     identity |= {
@@ -151,8 +153,8 @@ def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, o
         differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
         differ = differ or ["another model"]
         raise EvaluationError(
-            f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
-            "take another --out, or --again to replace it"
+            f"{out / (asked.suite + '.json')} is a finished result with other settings ({', '.join(differ)}): "
+            "choose another --out, or --again to replace it"
         )
 
 
@@ -286,12 +288,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     except EvaluationError as error:
         parser.error(f"--suite: {error}")
     if arguments.data is not None and not arguments.data.is_dir():
-        parser.error(f"--data: {arguments.data} is no folder")
+        parser.error(f"--data: {arguments.data} is not a folder")
     if arguments.tasks and len(found) > 1:
-        parser.error("--tasks: names tasks of one suite, and --suite has several")
+        parser.error("--tasks: expected one --suite, got several")
     for option, meant in readers().items():  # given for other suites alone it would decide nothing
         if getattr(arguments, option.name) != option.default and not set(meant) & set(asked):
-            parser.error(f"{option.flag}: is for {', '.join(meant)}, and --suite has {', '.join(asked)}")
+            parser.error(f"{option.flag}: this option is for {', '.join(meant)}, and --suite is {', '.join(asked)}")
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     names = {"out", *COMMON, *(option.name for option in readers())}
     return arguments, found, Options(**{name: getattr(arguments, name) for name in names})

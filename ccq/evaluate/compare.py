@@ -36,10 +36,10 @@ def samples_of(path: Path, result: dict) -> dict[str, list[dict]]:
     """{group: sample rows} that lie beside a result."""
     lines = path.with_suffix(".jsonl")
     if stored(lines) is None:
-        raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
+        raise EvaluationError(f"{lines} is missing: it has the samples of {path}, which are compared")
     rows = sources.rows(lines, ["id", "group", "score"])
     if len(rows) != (count := result["samples"].get("count", len(rows))):
-        raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
+        raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} has {count} samples")
     return grouped(rows)
 
 
@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
-        parser.error("RUN: two folders or more are compared, got one")
+        parser.error("RUN: expected at least two folders, got one")
     if arguments.out:
         replaceable(arguments.out, runs=[str(run) for run in arguments.runs])
     result = compare(arguments.runs, arguments.suite)

@@ -41,7 +41,7 @@ def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
     except ValueError:
         slices = ()
     if not slices or any(len(part) != 3 or min(part) < 1 for part in slices):
-        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES separated by commas, got {text!r}")
     return slices
 
 

@@ -251,7 +251,7 @@ class Sizer:
         if size < 0:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task} with --sizing {self.sizing}: no sample fits "
-                f"(--sizing full goes down to the shortest)"
+                f"(--sizing full takes shorter ones)"
             )
         return needle, size
 
@@ -350,7 +350,7 @@ def frozen(task: str, length: int, count: int, options, tokenizer, haystack: Hay
     text = path.read_text(encoding="utf-8")
     first, *lines = text.removesuffix("\n").split("\n")  # splitlines() cuts at U+2028 too
     if json.loads(first) != header | {"sha256": sha256("\n".join(lines))}:
-        raise EvaluationError(f"{path} is damaged: its lines are not those its first line has the hash of; delete it")
+        raise EvaluationError(f"{path} is damaged: its lines do not match the hash in its first line; delete it")
     return [json.loads(line) for line in lines], sha256(text)
 
 

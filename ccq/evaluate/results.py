@@ -107,7 +107,7 @@ def read_result(out: Path, suite: str) -> dict | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if not isinstance(found, dict) or found.get("suite") != suite:
-        raise EvaluationError(f"{path} is no result of `ccq eval`: take another --out")
+        raise EvaluationError(f"{path} is not a result of `ccq eval`: choose another --out")
     return found
 
 
@@ -133,7 +133,7 @@ class Responses:
             if identity.get(name, expected) != expected:
                 raise EvaluationError(
                     f"{path.parent.parent} has answers of another run: {name} was {expected}, "
-                    f"now it is {identity[name]}. Take another --out, or --again to start over"
+                    f"now it is {identity[name]}. Choose another --out, or --again to start over"
                 )
         self.identity = theirs | identity
         self.answers: dict[str, dict] = {row["key"]: row for row in rows[1:]}

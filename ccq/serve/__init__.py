@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     key = os.environ.get(KEY) or None
     if not is_loopback(arguments.host) and key is None:
-        parser.error(f"--host: {arguments.host} can be reached from outside; expected a key in {KEY} for that")
+        parser.error(f"--host: {arguments.host} can be reached from outside: set a key in {KEY}")
     for name in ("batch", "context", "waiting"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     if options.gpus < 1:
         parser.error(f"--gpus: expected at least 1, got {options.gpus}")
     if options.gpu not in (None, *GPUS):
-        parser.error(f"--gpu: nothing is known of {options.gpu}; expected one of {', '.join(GPUS)}")
+        parser.error(f"--gpu: unknown GPU {options.gpu}: expected one of {', '.join(GPUS)}")
     for line in describe(plan(options.recipe, config, options.gpus, options.gpu)):
         print(line)
     return 0

@@ -120,8 +120,8 @@ def read_chosen(path: Path, rows: Sequence[str], size: str | None = None) -> dic
         raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
     if size not in (None, theirs):
         raise RunError(
-            f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}`, or say with "
-            f"--rates-from {path} that they are to be taken"
+            f"{path} has rates chosen at {theirs}, not at {size}: run `--tier rows --size {size}`, or give "
+            f"--rates-from {path} to use them anyway"
         )
     for row in rows:
         if row not in chosen or row in unfinished:
@@ -182,8 +182,8 @@ def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dic
         different = ["another --set"]
     if different:
         raise RunError(
-            f"{path} has runs that were trained otherwise ({'; '.join(different)}): one file must not mix them. "
-            "Take another --out, or write the file anew with --force"
+            f"{path} has runs with other settings ({'; '.join(different)}): one file must not mix them. "
+            "Choose another --out, or write the file anew with --force"
         )
     return told
 
@@ -352,7 +352,7 @@ def sweep(options: argparse.Namespace) -> int:
     left = len({spec.name for spec in specs} & set(content["missing"]))
     say(
         f"{total - left} of {total} runs in {path}, {time.monotonic() - began:.0f} s"
-        + (f"; {left} missing: the same command goes on with them" if left else "")
+        + (f"; {left} missing: the same command resumes them" if left else "")
     )
     return code or (1 if left else 0)
 
@@ -363,7 +363,7 @@ def check_test_samples(done: dict[str, dict[str, Any]], folder: Path, samples: i
         for before in {part["samples"] for part in run["test"]["slices"]} - {samples}:
             raise RunError(
                 f"--test-samples: {folder / name}.json was tested on {before} of each slice, asked for {samples}. "
-                f"Give --test-samples {before}, or take another --out"
+                f"Give --test-samples {before}, or choose another --out"
             )
 
 

@@ -264,7 +264,7 @@ def test_a_fused_projection_in_another_order_is_refused_not_misread(make, name, 
     found = measure(model, tokenizer, prompts)
     assert set(found["points"]) == {"projection", "read"}
     monkeypatch.setitem(capture.FUSED, name, wrong)
-    with pytest.raises(AnalysisError, match=f"{name} of .* is not known here"):
+    with pytest.raises(AnalysisError, match=f"{name} of .* does not know which of them are the keys"):
         measure(model, tokenizer, prompts)
 
 

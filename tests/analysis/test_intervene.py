@@ -228,9 +228,9 @@ def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, 
 
 def test_a_command_without_an_intervention_or_with_an_unknown_suite_is_refused(tmp_path, capsys):
     for arguments, text in (
-        ([], "an intervention at least"),
+        ([], "at least one intervention"),
         (["--off", "--suite", "nia"], "Did you mean 'niah'?"),
-        (["--off", "--suite", "mqar", "--keys", "odd"], "--keys: is for niah, and --suite has mqar"),
+        (["--off", "--suite", "mqar", "--keys", "odd"], "--keys: this option is for niah, and --suite is mqar"),
     ):
         with pytest.raises(SystemExit):
             main(["model", "--out", str(tmp_path), *arguments])

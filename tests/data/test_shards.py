@@ -94,13 +94,13 @@ def test_a_missing_shard_is_refused_by_name(some_shards):
 def test_a_foreign_shard_is_refused_by_name(some_shards, tmp_path, field, other):
     write_shards(tmp_path / "other", [[[1, 2, 3]]], **other)
     shutil.copy(tmp_path / "other" / "shard-00000.bin", some_shards[0] / "shard-00001.bin")
-    with pytest.raises(ShardError, match=rf"shard-00001.bin is foreign: its {field}"):
+    with pytest.raises(ShardError, match=rf"shard-00001.bin does not belong to the index: its {field}"):
         TokenShards(some_shards[0], checksums=False)
 
 
 def test_shards_of_another_tokenizer_are_refused(some_shards):
     assert TokenShards(some_shards[0], tokenizer="0" * 64).tokens
-    with pytest.raises(ShardError, match="is foreign: its tokenizer is 000"):
+    with pytest.raises(ShardError, match="has another tokenizer: 000"):
         TokenShards(some_shards[0], tokenizer="f" * 64)
 
 

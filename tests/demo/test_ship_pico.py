@@ -97,6 +97,6 @@ def test_the_demo_says_on_the_page_and_below_its_tables_which_model_found_nothin
 
     text = score(gla_unit_pico=0.0)
     assert "gla-unit-pico found no needle at all" in text
-    assert "they know the task" in text
+    assert "they were trained on this task" in text
     assert "found no needle" not in score()
     assert "found no needle" not in score(gla_pico=0.0, gla_unit_pico=0.0, ccq_gla_pico=0.0)

@@ -59,7 +59,7 @@ def test_a_file_more_is_a_suite_more(more, saved, tmp_path, capsys):
     assert (result["scores"]["all"]["value"], result["samples"]["requests"]) == (100, 3)
     with pytest.raises(SystemExit):
         cli.main(["eval", saved, "--suite", "mqar", "--times", "3", "--out", str(tmp_path)])
-    assert "--times: is for count, and --suite has mqar" in capsys.readouterr().err
+    assert "--times: this option is for count, and --suite is mqar" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["eval", "--help"])
     text = capsys.readouterr().out

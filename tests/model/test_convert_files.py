@@ -65,7 +65,7 @@ def test_a_tensor_in_two_shards(source, tmp_path):
     _, places = shard(folder)
     first, second = sorted(set(places.values()))[:2]
     save_file({**load_file(folder / first), **load_file(folder / second)}, folder / first)
-    with pytest.raises(ValueError, match="is in another file too"):
+    with pytest.raises(ValueError, match="is also in another file"):
         convert(folder, tmp_path / "x")
 
 
@@ -77,7 +77,7 @@ def test_a_pickle_that_runs_something_does_not(source, tmp_path):
     folder = source("gla")
     (folder / "model.safetensors").unlink()
     torch.save({"model.embeddings.weight": Evil()}, folder / "pytorch_model.bin")
-    with pytest.raises(OSError, match="more than tensors is in it"):
+    with pytest.raises(OSError, match="it contains more than tensors"):
         convert(folder, tmp_path / "x")
     assert not (tmp_path / "ran").exists()
 
@@ -241,7 +241,7 @@ def test_command_that_fails(source, tmp_path, capsys):
     assert main([str(folder), str(tmp_path / "x"), "--clean", "--to", "fla"]) == 1
     assert "clean: fla has no cleaned layers" in capsys.readouterr().err
     assert main([str(folder), str(tmp_path / "x"), "--to", "fla"]) == 1
-    assert "is in that layout already" in capsys.readouterr().err
+    assert "already has that layout" in capsys.readouterr().err
 
 
 def test_a_name_on_the_hub(source, tmp_path, monkeypatch):

@@ -464,7 +464,7 @@ def test_the_command_takes_any_hugging_face_model(tmp_path, capsys):
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
         ([], "the following arguments are required: --prompt"),
         (["--prompt", "a", "--device", "foo"], "--device: expected cpu, cuda or cuda:N, got 'foo'"),
-        (["--prompt", "a", "--device", "cuda:99"], "--device: 'cuda:99' was asked for, and torch sees"),
+        (["--prompt", "a", "--device", "cuda:99"], "--device: 'cuda:99' is not available: torch sees"),
     ],
 )
 def test_the_command_names_mistakes(arguments, words, capsys):

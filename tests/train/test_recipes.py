@@ -244,7 +244,7 @@ def test_plan_of_another_gpu_is_marked_as_an_estimate(results, capsys):
     assert plan.plan("ccq_gla_1.3b", config, 8, "A100").speed.rate == 9_000
     with pytest.raises(SystemExit):
         cli.main(["plan", "ccq_gla_1.3b", "--gpu", "abacus"])
-    assert "nothing is known of ABACUS; expected one of B200, H200" in capsys.readouterr().err
+    assert "unknown GPU ABACUS: expected one of B200, H200" in capsys.readouterr().err
 
 
 def test_bench_shows_a_row_beside_its_control(capsys):

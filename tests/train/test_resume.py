@@ -393,7 +393,7 @@ def test_another_config_is_refused_by_the_field(tmp_path, changes, field):
 @pytest.mark.parametrize("name", ["log.jsonl", "provenance.json"])
 def test_what_is_no_run_is_not_written_over(tmp_path, name):
     (tmp_path / name).write_text("mine\n")
-    with pytest.raises(RunError, match=f"holds {name} and no config.json: take another --run-dir"):
+    with pytest.raises(RunError, match=f"holds {name} and no config.json: choose another --run-dir"):
         train(config(), tmp_path)
     assert (tmp_path / name).read_text() == "mine\n"
     assert {path.name for path in tmp_path.iterdir()} == {name, "lock"}

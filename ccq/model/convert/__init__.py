@@ -173,7 +173,7 @@ def convert(
     if to == "fla" and clean:
         raise ValueError("clean: fla has no cleaned layers; expected to='ccq'")
     if (to == "fla") != ours and not (ours and clean):
-        raise ValueError(f"to: expected {'fla' if ours else 'ccq'}, got {to!r}: {source} is in that layout already")
+        raise ValueError(f"to: expected {'fla' if ours else 'ccq'}, got {to!r}: {source} already has that layout")
 
     ignored: list[str] = []
     with _naming(source / "config.json"):
