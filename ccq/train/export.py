@@ -32,8 +32,8 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     root = run / folder.CHECKPOINTS
     have = steps_in(root)
     if not have if step is None else step not in have:
-        what = "that is whole" if step is None else f"of step {step}"
-        raise RunError(f"{root} holds no checkpoint {what}; there are {', '.join(map(str, have)) or 'none'}")
+        what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        raise RunError(f"{root} holds no {what}; there are {', '.join(map(str, have)) or 'none'}")
     model = make_model(config, torch.device("cpu"))
     with join("cpu") as world:
         state = {"model": {name: x.detach() for name, x in model.named_parameters()}}

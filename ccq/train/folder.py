@@ -115,5 +115,5 @@ def note_origin(folder: Path, step: int, say: Callable[[str], None] = print, ini
         before = read_json(path, RunError, "a list of where the run began and went on") if path.exists() else []
         kept = [part for part in before if part["step"] < step]  # what came after is trained again
     except (RunError, TypeError, KeyError) as damage:  # weights do not hang on it
-        say(f"{path} is damaged and begun anew ({first_line(damage)})")
+        say(f"{path} is damaged and started anew ({first_line(damage)})")
     write_json(path, [*kept, {"step": step, **provenance(), **({} if init is None else {"init": init})}])

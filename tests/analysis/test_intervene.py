@@ -209,7 +209,7 @@ def test_results_of_a_version_that_did_not_tell_lam_are_finished_too(tmp_path, c
         answers.write_text("".join([json.dumps(identity) + "\n", *rest]))
     capsys.readouterr()
     assert main(arguments) == 0
-    assert capsys.readouterr().out.count("finished already") == 2
+    assert capsys.readouterr().out.count("already finished") == 2
     assert json.loads((out / "intervene.json").read_text())["rows"] == before
 
 
@@ -223,7 +223,7 @@ def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, 
     assert first == second, "a copy has the time of what it copies"
     capsys.readouterr()
     assert main([*arguments, "--fixed", "0.5"]) == 0
-    assert capsys.readouterr().out.count("finished already") == 2
+    assert capsys.readouterr().out.count("already finished") == 2
 
 
 def test_a_command_without_an_intervention_or_with_an_unknown_suite_is_refused(tmp_path, capsys):

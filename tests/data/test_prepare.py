@@ -258,7 +258,7 @@ def test_a_folder_of_something_else_is_refused_by_field(what, tmp_path, corpus, 
         with pytest.raises(DataError, match=f"out was started with another {name}: "):
             prepare.prepare(changed, tmp_path / "out", workers=0)
     more = Preparation(Inputs((*what.inputs.paths, other_file)), tokenizer_folder, 2000)
-    with pytest.raises(DataError, match=r'another files: \[\] there, \[\{"name": "corpus.jsonl", "bytes": 17\}\] now'):
+    with pytest.raises(DataError, match=r'another files: \[\], now \[\{"name": "corpus.jsonl", "bytes": 17\}\]'):
         prepare.prepare(more, tmp_path / "out", workers=0)
 
 

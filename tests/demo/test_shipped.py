@@ -88,9 +88,7 @@ def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
         raise ConnectionError("no network\nand so on")
 
     monkeypatch.setattr("huggingface_hub.model_info", offline)
-    said = (
-        r"no model 'nothing-like-it': no folder .* that ship \(ccq-gla-pico, .* Hub gives none \(Conn\w+: no network\)$"
-    )
+    said = r"no model 'nothing-like-it': it is not a folder .* \(ccq-gla-pico, .* gives none \(Conn\w+: no network\)$"
     with pytest.raises(shipped.ModelError, match=said):
         ccq.load("nothing-like-it")
     assert asked == [("nothing-like-it", 10)]  # once, not for every file

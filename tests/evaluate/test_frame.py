@@ -110,7 +110,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(llama, tokenizer, data, tm
     asked = stop_after(monkeypatch, None)
     assert evaluate(llama, tokenizer, "length", options) == json.loads(json.dumps(first))
     assert asked == []
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
     options.again = True
     again = evaluate(llama, tokenizer, "length", options)
     assert len(asked) == first["samples"]["requests"]

@@ -288,7 +288,7 @@ def test_a_cut_provenance_is_told_and_does_not_stop_the_run(tmp_path, stopped, c
         shutil.copytree(stopped, run)
         (run / "provenance.json").write_text(content)
         assert train(config(), run) == 0
-        assert "provenance.json is damaged and begun anew" in capsys.readouterr().out
+        assert "provenance.json is damaged and started anew" in capsys.readouterr().out
         assert [part["step"] for part in json.loads((run / "provenance.json").read_text())] == [12]
 
 
