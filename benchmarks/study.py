@@ -19,13 +19,12 @@ from pathlib import Path
 
 from ccq.evaluate.statistics import chance, error_of_mean, holm, student
 from ccq.files import read_text
-from ccq.report.claims import FAILS, FEW, HOLDS, LEAST, NOT_RUN
+from ccq.report.claims import FAILS, FEW, HOLDS, LEAST, NOT_RUN, UNTESTABLE
 from ccq.systems import Identity
 
 ROOT = Path(__file__).parent.parent
 RUNS, PAGE = ROOT / "benchmarks" / "study", ROOT / "docs" / "study.md"
 PLACE = re.compile(r"(<!-- study: (?P<name>\w+) -->\n).*?(<!-- /study -->)", re.DOTALL)
-UNTESTABLE = "not testable"
 LEAST_SEEDS = 3
 LOWER, HIGHER = "lower", "higher"
 ROWS = (

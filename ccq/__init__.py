@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ccq.late import lazily, watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["CovarianceState", "backends", "clean_query", "clean_query_step", "load", "sigma_q", "sigma_q_step"]
 __all__ += ["attach", "detach", "load_adapter", "save_adapter"]
 

@@ -99,7 +99,7 @@ def check_device(name: str) -> None:
         raise DeviceError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise DeviceError(f"--device: {name!r} was asked for, and torch sees {count} GPUs (`ccq doctor` says why)")
+        raise DeviceError(f"--device: {name!r} is not available: torch sees {count} GPUs (`ccq doctor` says why)")
 
 
 def runnable(parser: argparse.ArgumentParser, device: str | None, dtype: str) -> tuple[str, str]:
@@ -268,9 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ccq doctor",
         description="What runs on this machine, why nothing faster does, and what to change.",
-        epilog="Exit code 1 if a finding is an error: numbers can be wrong. Warnings leave it 0.",
+        epilog="The exit code is 1 if numbers can be wrong on this machine. Warnings leave it at 0.",
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     env = look()
     rows, findings = choices(env), diagnose(env)

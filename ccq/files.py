@@ -84,12 +84,12 @@ def check_free(folder: Path, force: bool | None, ours: bool = False, older: str 
         sorted(path.name for path in folder.iterdir() if path.name not in ("lock", ".lock")) if folder.exists() else []
     )
     if "config.json" in inside and {"checkpoints", "data.json", "log.jsonl"} & set(inside):
-        raise FileExistsError(f"{folder} is a run of `ccq train`, which stays as it is: take another folder")
+        raise FileExistsError(f"{folder} is a run of `ccq train`, which is not overwritten: choose another folder")
     if inside and not ours and not force:
         found = ", ".join(inside[:4]) + (f" and {len(inside) - 4} more" if len(inside) > 4 else "")
         raise FileExistsError(
             f"{folder} is not empty, it holds {found}: expected a new folder, an empty one{older and f' or {older}'}. "
-            f"Take another{'' if force is None else ', or write there with --force'}"
+            f"Choose another{'' if force is None else ', or give --force to write there'}"
         )
 
 
@@ -101,7 +101,9 @@ def replaceable(path: Path, **like: Any) -> Path:
         except ValueError:
             found = None
         if not isinstance(found, dict) or any(found.get(name) != value for name, value in like.items()):
-            raise FileExistsError(f"{path} holds something else, which stays: take another --out, or remove it")
+            raise FileExistsError(
+                f"{path} holds something else and is not overwritten: choose another --out, or remove it"
+            )
     return path
 
 

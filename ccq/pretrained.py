@@ -7,6 +7,7 @@ import contextlib
 import functools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ccq.files import TOKENIZER_FILES
 from ccq.names import first_line
 from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files that belong to a model beside its weights
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DOWNLOADED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 
@@ -145,8 +147,8 @@ def base_of(where: str) -> str:
     base = read_adapter(Path(where))["base_model"]
     if base is None:
         raise ModelError(
-            f"{where} does not say which model it is for, because that was not loaded from anywhere: load it and give "
-            "it to ccq.load_adapter(model, folder)"
+            f"{where} does not name its base model, which was not loaded from a folder or the Hub: load the model and "
+            "give it to ccq.load_adapter(model, folder)"
         )
     return base
 
@@ -160,7 +162,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     path = Path(name).expanduser()
     if not path.exists() and (path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(
-            f"{name} is not there: expected a from_pretrained folder, a file in GGUF, or a name on the Hub"
+            f"{name} does not exist: expected a from_pretrained folder, a run, a .gguf file, or a name on the Hub"
         )
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
@@ -171,7 +173,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
         if (preset := name.replace("_", "-")) in presets():
             recipe = preset.replace("-", "_")
-            raise ModelError(f"{name} is a preset, which has no weights: `ccq train {recipe}` makes some")
+            raise ModelError(f"{name} is a preset without weights: train it with `ccq train {recipe}`")
     where = locate(name)
     return where, {} if Path(where).exists() else on_hub(name)
 
@@ -206,10 +208,42 @@ def on_hub(name: str) -> dict[str, Any]:
             if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
                 return {"local_files_only": True}
         raise ModelError(
-            f"there is no model {name!r}: no folder here is called that, none of those that ship "
-            f"({', '.join(names()) or 'none does'}), and the Hub gives none ({type(error).__name__}: "
+            f"there is no model {name!r}: it is not a folder here, not a shipped model "
+            f"({', '.join(names()) or 'none ships'}), and the Hub gives none ({type(error).__name__}: "
             f"{first_line(error)})"
         ) from error
+
+
+@contextlib.contextmanager
+def hub_or_cache() -> Iterator[str | None]:
+    """Loading from the Hub inside; if the Hub does not answer, from its cache alone. Gives the reason, or None.
+
+    It asks once. The libraries inside would ask for half a minute, for each file.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    def set_offline(offline: bool) -> None:
+        constants.HF_HUB_OFFLINE = offline
+        if "datasets" in sys.modules:  # it copies the constant when it is imported
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = offline
+
+    before = constants.HF_HUB_OFFLINE
+    if before:
+        yield "HF_HUB_OFFLINE is set"
+        return
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # of the network's libraries
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    else:
+        yield None
+        return
+    set_offline(True)
+    try:
+        yield reason
+    finally:
+        set_offline(before)
 
 
 def _failure(what: str, name: str, error: Exception) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One language model of the comparison at nano, from the choice of its rate to its results:
 #   EVAL=DIR bash runs/nano_row.sh ROW SEED DATA OUT
-# ROW is a system of ccq/systems.py (gla, gla_unit, ccq_gla, ...), or ROW_conv, the same with a convolution of 4 tokens for
+# ROW is a system of ccq/systems.toml (gla, gla_unit, ccq_gla, ...), or ROW_conv, the same with a convolution of 4 tokens for
 # q, k and v; DATA a set of runs/prepare_nano.sh with valid/ beside it, EVAL the evaluation data. The rate is the best of
 # three after 25M tokens on validation text, with a seed that is not reported; RATE=2e-3 skips that. REPEAT=1 runs a seed
 # once more, beside the first. VARIANT says how DATA differ from the usual. What is finished is not run again.

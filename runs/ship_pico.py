@@ -6,6 +6,8 @@ Of each NAME (gla-pico, gla-unit-pico, ccq-gla-pico): --models has NAME/ as `ccq
 convolution: they do not ship, but what came of them is told. Writes into ccq/shipped (or --out): the model, a
 card (README.md, of runs/pico_card.md), results.json with all that the card says, and the manifest with
 checksums. The tokenizer is one for all, beside them.
+
+After a change of runs/pico_card.md: python runs/ship_pico.py --cards, which needs no run.
 """
 
 from __future__ import annotations
@@ -26,23 +28,28 @@ from ccq.train.config import model_config
 
 WHAT = {
     "gla-pico": "Gated linear attention, the backbone",
-    "gla-unit-pico": "Gated linear attention with queries and keys of unit length, the control of ccq-gla-pico",
-    "ccq-gla-pico": "Gated linear attention whose queries are cleaned with the running covariance of the keys (CCQ)",
+    "gla-unit-pico": "Gated linear attention with unit queries and keys, the control of ccq-gla-pico",
+    "ccq-gla-pico": "Gated linear attention with unit queries and keys and query cleaning (CCQ)",
 }
 SAME = ("steps", "seed", "tokens", "learning_rate", "window", "batch_tokens", "data")  # where models are trained alike
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+OLD, NEW = "--system.", "--runtime."  # what options of how a run runs were called, and are
 CARD = Path(__file__).with_name("pico_card.md")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name in ("models", "runs", "data", "scored"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("plain-runs", "plain-scored"):
+    for name in ("models", "runs", "data", "scored", "plain-runs", "plain-scored"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--out", type=Path, default=shipped.HERE)
+    parser.add_argument("--cards", action="store_true", help="only write the cards in --out again")
     options = parser.parse_args()
+    if options.cards:
+        write_cards(options.out)
+        return
+    if missing := [name for name in ("models", "runs", "data", "scored") if getattr(options, name) is None]:
+        parser.error(f"expected {', '.join(f'--{name}' for name in missing)}")
     index = read_index(options.data / "train")
     told = {name: facts(name, options.runs / name, options.scored / name, index) for name in WHAT}
     if options.plain_runs and options.plain_scored:
@@ -64,10 +71,17 @@ def main() -> None:
         for file in FILES:
             shutil.copyfile(options.models / name / file, folder / file)
         (folder / "results.json").write_text(json.dumps(fact, indent=1) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(card(name, told), encoding="utf-8")
-        seal(folder, **{key: fact[key] for key in ("steps", "seed", "tokens", "commit", "command")})
+    write_cards(options.out)
     total = sum(path.stat().st_size for name in (*told, shipped.TOKENIZER) for path in (options.out / name).iterdir())
     print(f"Wrote {', '.join(str(options.out / name) for name in told)}: {total / 1e6:.1f} MB together")
+
+
+def write_cards(root: Path) -> None:
+    """The card of each model from the results of all, and its manifest."""
+    told = {name: json.loads((root / name / "results.json").read_text(encoding="utf-8")) for name in WHAT}
+    for name, fact in told.items():
+        (root / name / "README.md").write_text(card(name, told), encoding="utf-8")
+        seal(root / name, **{key: fact[key] for key in ("steps", "seed", "tokens", "commit", "command")})
 
 
 def seal(folder: Path, **facts: object) -> dict:
@@ -130,13 +144,15 @@ def card(name: str, told: dict[str, dict]) -> str:
     gate = ""
     if own["lam"]:
         gate = (
-            f"\nMean lam at the end, by layer: {', '.join(f'{x:.3f}' for x in own['lam'])}. Weight decay alone, "
-            f"without any gradient, would have taken it from 0.010 to {own['lam_of_decay_alone']:.3f}.\n"
+            f"\nMean lam after training, by layer: {', '.join(f'{x:.3f}' for x in own['lam'])}. Weight decay alone, "
+            f"without any gradient, would have moved it from 0.010 to {own['lam_of_decay_alone']:.3f}.\n"
         )
     return CARD.read_text(encoding="utf-8").format(
         **own,
         what=WHAT[name]
-        + (f"; q, k and v pass a convolution over {own['conv_size']} tokens" if own["conv_size"] else ""),
+        + (f", with a convolution over {own['conv_size']} tokens for q, k and v" if own["conv_size"] else ""),
+        today=own["command"].replace(OLD, NEW),
+        renamed=f"At that commit, options `{NEW}*` were called `{OLD}*`.\n" if OLD in own["command"] else "",
         body=own["parameters"]["body"] / 1e6,
         embedding=own["parameters"]["embedding"] / 1e6,
         needle_documents=data["needle_documents"],
@@ -170,15 +186,15 @@ def found(told: dict[str, dict]) -> str:
     said = []
     if none:
         said.append(
-            f"**{' and '.join(none)} did not learn to retrieve**, trained as the others were. With one run of each it "
-            "may be chance which of them do: this is no finding about the norm or about cleaning."
+            f"**{' and '.join(none)} did not learn to retrieve**, although trained like the others. With one run "
+            "each this may be chance: it says nothing about unit norms or about cleaning."
         )
     for one, other in itertools.combinations(able, 2):
         a, b = (values(told[name], "niah") for name in (one, other))
         apart = [x for x in a if a[x]["interval"][1] < b[x]["interval"][0] or b[x]["interval"][1] < a[x]["interval"][0]]
         said.append(
-            f"Between {one} and {other} the intervals are apart in {len(apart) or 'none'} of {len(a)} rows"
-            + (f": {', '.join(apart)}." if apart else ": the one retrieves as well as the other.")
+            f"The intervals of {one} and {other} overlap in "
+            + (f"all but {len(apart)} of {len(a)} rows: {', '.join(apart)}." if apart else f"all {len(a)} rows.")
         )
     return " ".join(said)
 
@@ -189,7 +205,7 @@ def lowest(told: dict[str, dict]) -> str:
     groups = list(next(iter(scores.values())))
     first = [min(told, key=lambda name: scores[name][group]["value"]) for group in groups]
     counts = ", ".join(f"{name} {first.count(name)}" for name in told)
-    return f"Of {len(groups)} rows the lowest is of: {counts}."
+    return f"How often each model has the lowest perplexity, of {len(groups)} rows: {counts}."
 
 
 def plain(told: dict[str, dict]) -> str:
@@ -200,9 +216,9 @@ def plain(told: dict[str, dict]) -> str:
     best = ", ".join(f"{max(score['value'] for score in values(fact, 'niah').values()):.0f}" for fact in other)
     perplexities = ", ".join(f"{fact['valid_perplexity']:.2f}" for fact in other)
     return (
-        "\nThe paper's GLA has no convolution. The same three without it, trained beside these and alike in all else, "
-        f"found {best} per cent of the needles in their best rows, with perplexities of {perplexities} on held-out "
-        "text. They do not ship; `results.json` has their scores.\n"
+        "\nThe paper's GLA has no convolution. The same three models without it, trained in the same way, retrieved "
+        f"{best} per cent in their best rows, with perplexities of {perplexities} on held-out text. They do not ship; "
+        "`results.json` has their scores.\n"
     )
 
 

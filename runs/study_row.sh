@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One run of the study (docs/study.md), from the choice of its rate to its results:
 #   bash runs/study_row.sh ROW SEED DATA OUT
-# ROW is a system of ccq/recipes.py; GLA's rows get a convolution of 4. DATA holds needles/ and valid/ of
+# ROW is a system of ccq/systems.toml; GLA's rows get a convolution of 4. DATA holds needles/ and valid/ of
 # runs/prepare_nano.sh. OUT/requests holds what all models are asked, made once, where the evaluation data is:
 #   ccq eval MODEL --suite niah --stage requests --sizing ruler --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 #   ccq eval MODEL --suite length --stage requests --lengths 4096,16384 --limit 20      (both with --data, --out OUT)

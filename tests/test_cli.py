@@ -119,7 +119,7 @@ def test_a_report_replaces_an_older_one_and_nothing_else(tmp_path, monkeypatch, 
 def test_a_path_to_report_that_is_not_there_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path)])
-    assert "nowhere is not there" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err
 
 
 def test_a_backend_that_cannot_run_here_is_said_in_a_line(tmp_path, capsys, monkeypatch):
@@ -128,3 +128,23 @@ def test_a_backend_that_cannot_run_here_is_said_in_a_line(tmp_path, capsys, monk
     arguments = ["train", "ccq_gla_tiny", "--steps", "1", "--runtime.device", "cpu"]
     assert cli.main([*arguments, "--model.backend", "triton"]) == 1
     assert "ccq train: backend='triton' cannot run" in capsys.readouterr().err
+
+
+def test_a_module_of_the_users_is_imported_first(command, tmp_path, monkeypatch, capsys):
+    """From the folder that one works in, where the `ccq` script does not look by itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    (tmp_path / "my_mixers.py").write_text("imported = True")
+    (tmp_path / "my_broken.py").write_text("import nowhere_to_be_found")
+    seen = []
+    command(lambda arguments: seen.append((arguments, sys.modules["my_mixers"].imported)) or 0)
+    try:
+        assert cli.main(["made-up", "a", "--import", "my_mixers", "--x=y", "--", "b"]) == 0
+        assert cli.main(["made-up", "--import=my_mixers.py"]) == 0
+        assert seen == [(["a", "--x=y", "--", "b"], True), ([], True)]
+        assert cli.main(["made-up", "--import", "my_mixer"]) == 1
+        assert "--import: no module 'my_mixer' in this folder or installed" in capsys.readouterr().err
+        with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+            cli.main(["made-up", "--import", "my_broken"])
+    finally:
+        sys.modules.pop("my_mixers", None)

@@ -52,6 +52,12 @@ def test_docstring_examples_run(name):
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_a_page_is_short(page):
+    """But the results, which a command writes."""
+    assert len(page.read_text().splitlines()) <= 300 or page.name == "results.md"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

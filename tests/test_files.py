@@ -39,7 +39,7 @@ def test_only_an_older_result_of_the_same_is_replaced(tmp_path, content, free):
     if free:
         assert files.replaceable(path, a=1) == path
     else:
-        with pytest.raises(FileExistsError, match=r"x.json holds something else, which stays"):
+        with pytest.raises(FileExistsError, match=r"x.json holds something else and is not overwritten"):
             files.replaceable(path, a=1)
 
 

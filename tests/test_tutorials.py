@@ -1,14 +1,17 @@
 """The tutorials and the notebook run as they stand, each from an empty folder; the site builds without a warning."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_docs import ROOT, blocks, execute
 
 from ccq.cli import main
 from ccq.mixers import MIXERS
+from ccq.shipped import book
 
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if page.stem != "index"]
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
@@ -23,10 +26,15 @@ set -eu
 @pytest.fixture
 def empty_folder(tmp_path, monkeypatch):
     before = set(MIXERS)
+    modules = set(sys.modules)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as in a session of Python
     yield
     for name in MIXERS.keys() - before:  # what a page registered
         del MIXERS[name]
+    for name in sys.modules.keys() - modules:  # what it saved and imported
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 def run_sh(source: str) -> int:
@@ -54,11 +62,30 @@ def test_a_tutorial_runs_from_its_page_alone(page, empty_folder, capsys):
     names: dict = {"__name__": "page"}
     found = blocks(page, "python|sh")
     assert found
+    text = page.read_text().splitlines()
     for line, language, source in found:
-        if language == "python":
+        before = "\n".join(text[max(0, line - 4) : line])
+        if saved := re.search(r"Save this as `(\S+)`", before):
+            Path(saved[1]).write_text(source)
+        elif language == "python":
             execute(page, line, source, names)
         else:
             assert run_sh(source) == 0, f"{page.name}, line {line}: {source}{capsys.readouterr().err}"
+
+
+def test_the_text_path_of_the_readme_runs(empty_folder, capsys):
+    """From text to a generated sentence and a score, with fewer steps; tests/serve has the server."""
+    Path("story.txt").write_text(book()["stories"][0], encoding="utf-8")
+    [source] = [source for _, _, source in blocks(ROOT / "README.md", "sh") if "ccq data tokenizer" in source]
+    for long, short in (
+        ("TEXT...", "story.txt"),
+        ("--steps 200", "--steps 2"),
+        ("--lengths 512", "--lengths 512 --limit 2"),
+    ):
+        assert long in source
+        source = source.replace(long, short)
+    source = "".join(line for line in source.splitlines(keepends=True) if not line.startswith("ccq serve"))
+    assert run_sh(source) == 0, capsys.readouterr().err
 
 
 def test_the_notebook_runs(empty_folder, monkeypatch, capsys):

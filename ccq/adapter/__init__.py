@@ -59,15 +59,15 @@ def attach(
     from ccq.model.config import CCQConfig
 
     if attached(model):
-        raise AttachError(f"{type(model).__name__} has cleaning already: ccq.detach(model) takes it out")
+        raise AttachError(f"{type(model).__name__} already has cleaning: ccq.detach(model) removes it")
     options: dict[str, Any] = {"gate_init": gate_init, "normalize": normalize}
     options |= {"step": step, "steps": steps, "covariance_decay": covariance_decay}
     known = find(model)
     chosen = sorted(known if layers is None else layers)
     if missing := [layer for layer in chosen if layer not in known]:
-        raise AttachError(f"layers: expected some of {sorted(known)}, which have a memory to read; got {missing}")
+        raise AttachError(f"layers: expected layers of {sorted(known)}, which can be cleaned, got {missing}")
     if not chosen:
-        raise AttachError("layers: expected one at least, got none")
+        raise AttachError("layers: expected at least one, got none")
     made = []
     for index in chosen:
         layer, family = known[index]
@@ -108,7 +108,7 @@ def find(model: nn.Module) -> dict[int, tuple[Any, Family]]:
 
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise AttachError(
-            f"{type(model).__name__} has no layer that is known here: expected one whose forward calls a gated delta "
+            f"{type(model).__name__} has no layer that ccq knows: expected one whose forward calls a gated delta "
             f"rule or a state space by transformers' or fla's names, as in transformers 5.22 (this is "
             f"{transformers.__version__}). Its modules: {', '.join(kinds)}"
         )
@@ -156,7 +156,7 @@ def pass_packing_on(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     ):
         told, kwargs = True, {**kwargs, "seq_idx": seq_idx}
     if module._ccq_told and not told:
-        raise AttachError(f"packed sequences: {type(module).__name__} is not told of them by the model around it")
+        raise AttachError(f"packed sequences: {type(module).__name__} does not receive them from its model")
     for inner in around(module)[1:]:
         inner._ccq_told = told
     return args, kwargs
@@ -172,7 +172,9 @@ def restarts(positions: Tensor | None) -> Tensor | None:
     if not starts.any():
         return None
     if len(starts) != 1:
-        raise AttachError(f"position_ids: expected a batch of 1 where they start again (packed), got {len(starts)}")
+        raise AttachError(
+            f"position_ids: expected a batch of 1 for positions that restart (packed sequences), got {len(starts)}"
+        )
     return nn.functional.pad(starts.cumsum(1, dtype=torch.int32), (1, 0))
 
 

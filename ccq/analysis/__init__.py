@@ -1,4 +1,4 @@
-"""`ccq analyze`: where keys lie, what the gate does, and what the cleaning changes in a trained model."""
+"""`ccq analyze`: measure keys, gates and the effect of cleaning in a trained model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ccq.errors import UserError
 
 # name: (module of this package, what it is)
 KINDS = {
-    "alignment": ("alignment", "do needle keys lie off the directions of most variance? any causal LM"),
-    "gate": ("gates", "mean lam by layer and head, on text and where a needle is retrieved"),
-    "intervene": ("intervene", "a suite of `ccq eval` with cleaning off, lam fixed or scaled, layer by layer"),
+    "alignment": ("alignment", "do needle keys lie off the directions of most variance? for any causal LM"),
+    "gate": ("gates", "mean lam by layer and head, on text and needle prompts"),
+    "intervene": ("intervene", "evaluate a model with cleaning off, or lam fixed or scaled, also by layer"),
     "margin": ("margin", "scores of needle and distractors with and without cleaning, by layer and head"),
 }
 

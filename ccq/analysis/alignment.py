@@ -211,8 +211,8 @@ def rounded(x: Any) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("alignment", __doc__, variants=4)
-    parser.add_argument("--untrained", action="store_true", help="fresh weights: how much of the gap is no learning")
-    parser.add_argument("--figures", type=Path, help="folder of the figures; by default that of the JSON")
+    parser.add_argument("--untrained", action="store_true", help="use random weights: a gap without learning")
+    parser.add_argument("--figures", type=Path, help="folder for the figures (default: --out)")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
     result, model, tokenizer = begin("alignment", arguments)
@@ -276,9 +276,9 @@ def tables(found: Collection) -> list[Table]:
                 of_part = (point, str(part["directions"][0]), novel, planted, difference, layers, near, rare)
                 controls.append(analysis_row(source.title, [source], of_part))
     head = ["model", "keys", "16/K", "gap", "negative layers", "gap by thirds of depth", "all needle tokens"]
-    caption = "Gap of alignment: needle tokens that are unique, less the filler"
+    caption = "Alignment gap: unique needle tokens minus filler"
     gap = Table("gap", caption, head, [Block("The paper, its own prompts", theirs), Block("Here", ours)])
     head = ["model", "keys", "top", "new thing, asked for", "planted, not asked for", "difference",
-            "layers where it is clearly below, above", "filler around the needle", "rare filler"]  # fmt: skip
-    control = Table("control", "Gap of alignment beside its controls", head, [Block("", controls)])
+            "layers clearly below, above zero", "filler around the needle", "rare filler"]  # fmt: skip
+    control = Table("control", "Alignment gap and its controls", head, [Block("", controls)])
     return [*([gap] if ours else []), *([control] if controls else [])]

@@ -113,7 +113,7 @@ def find_projections(model: nn.Module, needed: bool = True) -> list[Projection]:
     if needed and not found:
         names = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name})
         raise AnalysisError(
-            f"{type(model).__name__} has no key projection that is known here (a module called {', '.join(SEPARATE)}; "
+            f"{type(model).__name__} has no key projection that ccq knows (a module called {', '.join(SEPARATE)}; "
             f"or q, k and v together, of {', '.join(FUSED)}). Its modules: {', '.join(names)}"
         )
     return sorted(found, key=lambda projection: projection.layer)

@@ -63,7 +63,7 @@ def gap_verdict(part: dict, gap: dict, prompts: int, by_layer: bool) -> tuple[st
     """On the interval over prompts of the mean over layers, or of each layer; a gap is good below zero."""
     shares = part["of_isotropic_keys"]
     if min(shares if isinstance(shares, list) else [shares]) >= 1:
-        return UNTESTABLE, "the top directions are all that its heads have"
+        return UNTESTABLE, "its heads have no other directions than the top ones"
     means, errors = [gap["mean"]], [gap["error_of_mean"]]
     if by_layer:
         root = math.sqrt(max(prompts, 1))
@@ -72,7 +72,7 @@ def gap_verdict(part: dict, gap: dict, prompts: int, by_layer: bool) -> tuple[st
     for middle, error in zip(means, errors, strict=True):
         bounds = mean_interval(middle, error, prompts)
         if bounds is None:
-            return FEW, f"an interval over prompts takes {SEEDS} that have such tokens"
+            return FEW, f"an interval over prompts needs {SEEDS} prompts with such tokens"
         verdicts.append(judged((-bounds[1], -bounds[0]), LEAST_GAP, "over prompts"))
     return together(verdicts, "layer")
 
@@ -139,13 +139,13 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
         for source in mine:
             moved = {name: changes[source][name] for name in finds[source]}
             if not moved:
-                parts.append(f"{source.title}: finds none either way")
+                parts.append(f"{source.title}: retrieves none either way")
                 continue
             most = max(moved, key=lambda name: abs(moved[name]))
             samples = over_samples_of(source, most)
             lengths = {needle(name)[1] for name in moved}
             told = f"{source.title}: at most {abs(moved[most]):.1f} over {plural(len(lengths), 'length')}"
-            told += f" at which it finds any, up to {max(lengths):,} tokens"
+            told += f" at which it retrieves any, up to {max(lengths):,} tokens"
             parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
         if (bounds := list(switched(runs).values())) and all(bounds):
             parts.append(f"{mine[0].subject}, from {SWITCHED_FROM:,} tokens on: {within(bounds)}")
@@ -170,15 +170,15 @@ def missed(runs: list[tuple[int | None, dict[str, float]]], at_most: float) -> t
     """Whether the intervals of `switched` stay within `at_most`."""
     bounds = list(switched(runs).values())
     if not bounds:
-        return UNTESTABLE, f"it finds none at {SWITCHED_FROM:,} tokens or more, with or without"
+        return UNTESTABLE, f"it retrieves nothing at {SWITCHED_FROM:,} tokens or more, with or without"
     known = [b for b in bounds if b is not None]
     if any(low > at_most or high < -at_most for low, high in known):
-        return FAILS, f"at a length the interval over seeds lies beyond {at_most:g}"
+        return FAILS, f"at some length the interval over seeds lies beyond {at_most:g}"
     if len(known) < len(bounds):
-        return FEW, f"an interval over seeds takes {SEEDS} runs"
+        return FEW, f"an interval over seeds needs {SEEDS} runs"
     if all(-at_most <= low and high <= at_most for low, high in known):
         return HOLDS, f"the interval over seeds is within {at_most:g} at every length"
-    return FEW, f"the interval over seeds holds more than {at_most:g}"
+    return FEW, f"the interval over seeds contains more than {at_most:g}"
 
 
 def over_samples_of(source: Source, score: str) -> Interval | None:

@@ -22,14 +22,14 @@ def make_parser(kind: str, about: str | None, variants: int) -> argparse.Argumen
     add = parser.add_argument
     models = "a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub"
     add("model", metavar="MODEL", help=models)
-    add("--device", default=best_device(), help="(here: %(default)s)")
+    add("--device", default=best_device(), help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
-    add("--tokenizer", help="where MODEL has none")
-    add("--bos", action="store_true", help="put the token for the beginning of a text first")
-    add("--variants", type=int, default=variants, help="prompts of each of five kinds (%(default)s)")
-    add("--sentences", type=int, help="of filler in a prompt; by default all 120")
-    add("--name", help="what to call the model; by default as its file or folder")
-    add("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (%(default)s)")
+    add("--tokenizer", help="a folder or name, if MODEL has no tokenizer")
+    add("--bos", action="store_true", help="start every prompt with the beginning-of-text token")
+    add("--variants", type=int, default=variants, help="prompts of each of five kinds (default: %(default)s)")
+    add("--sentences", type=int, help="filler sentences per prompt (default: all 120)")
+    add("--name", help="name of the model in the result (default: its file or folder)")
+    add("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (default: %(default)s)")
     return parser
 
 

@@ -98,17 +98,24 @@ def main(argv: Sequence[str]) -> int:
     parser.prog = "ccq analyze intervene"
     parser.description = (__doc__ or "").splitlines()[0]
     add = parser.add_argument
-    add("--off", action="store_true", help="with cleaning off")
-    add("--fixed", type=float, nargs="+", default=[], metavar="X", help="with lam fixed at each X")
-    add("--scale", type=float, nargs="+", default=[], metavar="X", help="with lam times each X, at most 1")
-    add("--each-layer", action="store_true", help="each of these in one layer alone too, for every layer that cleans")
+    add("--off", action="store_true", help="evaluate with cleaning off")
+    add("--fixed", type=float, nargs="+", default=[], metavar="X", help="evaluate with lam fixed at each X")
+    add(
+        "--scale",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="X",
+        help="evaluate with lam multiplied by each X, at most 1",
+    )
+    add("--each-layer", action="store_true", help="also apply each of these in one layer at a time")
     arguments, suites, options = parse(parser, argv)
     asked = [Intervention("off")] if arguments.off else []
     asked += [Intervention(kind, x) for kind in ("fixed", "scale") for x in getattr(arguments, kind)]
     if not asked:
-        parser.error("expected an intervention at least: --off, --fixed X or --scale X")
+        parser.error("expected at least one intervention: --off, --fixed X or --scale X")
     if arguments.stage != "all":
-        parser.error("--stage: an intervention is evaluated in one go; expected no stage")
+        parser.error("--stage: interventions run all stages; expected no --stage")
     model, tokenizer = load(arguments, suites)
     count = len(cleaners(model))
     if arguments.each_layer:

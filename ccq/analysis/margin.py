@@ -88,7 +88,7 @@ def measure(
             run(model, tokens.ids)
     if not found:
         raise AnalysisError(
-            f"{type(model).__name__}: its queries and keys could not be seen where they meet (its attention does not "
+            f"{type(model).__name__}: its queries and keys could not be captured (its attention does not "
             "go through transformers' AttentionInterface)"
         )
     layers = sorted(found)
@@ -109,7 +109,7 @@ def measure(
 def own_prompt(text: str, needle: str) -> Prompt:
     """A prompt of the user's own, in which `needle` stands once."""
     if not needle or text.count(needle) != 1:
-        raise AnalysisError(f"needle: expected a piece of the prompt that stands there once, got {needle!r}")
+        raise AnalysisError(f"needle: expected a piece that occurs once in the prompt, got {needle!r}")
     begin = text.index(needle)
     span = (begin, begin + len(needle))
     return Prompt("own", text, needle, span, span, (), (len(text), len(text)))
@@ -117,9 +117,9 @@ def own_prompt(text: str, needle: str) -> Prompt:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("margin", __doc__, variants=3)
-    parser.add_argument("--prompt", help="a prompt of your own; its last token is the one that reads")
-    parser.add_argument("--needle", help="the piece of --prompt that should be found")
-    parser.add_argument("--lam", type=float, help="from 0 to 1: instead of the model's own, or where it has none")
+    parser.add_argument("--prompt", help="your own prompt; its last token reads")
+    parser.add_argument("--needle", help="the part of --prompt to find")
+    parser.add_argument("--lam", type=float, help="lam from 0 to 1, instead of the model's own")
     arguments = parser.parse_args(argv)
     if arguments.lam is not None and not 0 <= arguments.lam <= 1:
         parser.error(f"--lam: expected a number from 0 to 1, got {arguments.lam}")
@@ -155,7 +155,7 @@ def tables(found: Collection) -> list[Table]:
     if not rows:
         return []
     head = ["model", "lam", "mean less mean", "best less best", "rank of the needle",
-            "heads where the mean margin widens", "the best's"]  # fmt: skip
+            "heads with a larger mean margin", "the best's"]  # fmt: skip
     notes = ["Scores of unit keys at the last token of needle prompts, without → with cleaning; means over layers and "
              "heads. Rank 1: above all distractors."]  # fmt: skip
     if any("projected mean" in source.content["table"] for source in found.of("analysis", "margin")):

@@ -143,7 +143,9 @@ def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
     """Tokens of a prompt, and which of them belong where."""
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         what = "none" if tokenizer is None else type(tokenizer).__name__
-        raise AnalysisError(f"tokenizer: expected a fast one, which knows where its tokens stand in a text; got {what}")
+        raise AnalysisError(
+            f"tokenizer: expected a fast tokenizer, which gives the positions of its tokens; got {what}"
+        )
     encoded = tokenizer(prompt.text, return_offsets_mapping=True)
     tokens = np.array(with_bos(list(encoded["input_ids"]), tokenizer, bos), dtype=np.int64)
     offsets = [(0, 0)] * (len(tokens) - len(encoded["input_ids"])) + list(encoded["offset_mapping"])
@@ -170,5 +172,5 @@ def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
         "distractor": distractor,
     }
     if not distractor.any() or not needle.any():
-        raise AnalysisError("the tokenizer leaves nothing of the needle or of what is around it")
+        raise AnalysisError("the tokenizer makes no token of the needle or of the text around it")
     return Tokens(tokens, groups, question)

@@ -1,4 +1,4 @@
-"""`ccq bench`: what the operator costs on a GPU, beside its backbone and beside the floor."""
+"""`ccq bench`: measure the cost of CCQ on a GPU, beside the backbone and a lower bound."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from ccq.cli import choose
 
 KINDS = {
-    "op": "the cleaning alone, against the same composed from fla's ops and against the floor",
+    "op": "the operator alone, beside the same composed of fla's ops and a lower bound",
     "layer": "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table",
-    "decode-op": "one token of a layer's state update and read, with and without cleaning, beside the bytes' floor",
-    "prefill": "prompts through whole models",
-    "decode": "one token at a time through whole models, captured, generated and plain",
+    "decode-op": "one decode step of a layer's state, with and without cleaning, beside the memory bound",
+    "prefill": "prefill of whole models",
+    "decode": "decoding with whole models, with and without CUDA graphs",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
+    "profile": "time of a training step, a prefill and a decode step by kind of kernel",
 }
 
 

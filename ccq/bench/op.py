@@ -1,4 +1,4 @@
-"""`ccq bench op`: the cleaning alone, against the same composed from fla's ops and against the floor.
+"""`ccq bench op`: the operator alone, beside the same composed of fla's ops and a lower bound.
 
 The floor is the larger of two times: the FLOPs that the chunkwise algorithm needs over the rate of a large bf16
 product, and the bytes that must move (q, k, lam in, q_clean, k_bar out, and the same again with gradients) over the

@@ -175,9 +175,7 @@ def goals_table(found: Collection) -> Table | None:
             blocks.append(Block(f"{title} {marks([source])}", rows))
             load_before, cores = source.content.get("load_before", 0), source.content.get("cores")
             if load_before > 0.5:
-                notes.append(
-                    f"{source.name}: others were at work on the machine, load {load_before:g} on {cores} cores."
-                )
+                notes.append(f"{source.name}: the machine had other load: {load_before:g} on {cores} cores.")
     if not blocks:
         return None
     return Table("goals", "On a CPU: ratios and their goals", ["", "here", "goal", ""], blocks, notes)

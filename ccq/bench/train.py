@@ -105,7 +105,7 @@ def tables(found: Collection) -> list[Table]:
             cells.append(beside(sources, changed(key, form), {"system": SYSTEMS[system].control}, **at))
         rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
     notes = [
-        "The paper's numbers are of one GPU of eight (FSDP, 64K tokens a GPU and step); ratios compare, rates do not."
+        "The paper's numbers are for one GPU of eight (FSDP, 64K tokens per GPU and step): compare ratios, not rates."
     ]
     if sources:
         tokens = sources[-1].content["rows"][0]["tokens"]

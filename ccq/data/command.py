@@ -20,26 +20,31 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer")
     add_inputs(tokenizer)
     tokenizer.add_argument("--out", type=Path, required=True, help="folder for the tokenizer")
-    tokenizer.add_argument("--vocab-size", type=int, default=32_000, help="entries (default: %(default)s)")
+    tokenizer.add_argument("--vocab-size", type=int, default=32_000, help="number of tokens (default: %(default)s)")
     tokenizer.add_argument("--force", action="store_true", help="replace the tokenizer in OUT; its files are removed")
-    tokenizer.add_argument("--sample", type=size, help="learn from this many bytes at most (500M, 2G)")
+    tokenizer.add_argument("--sample", type=size, help="learn from at most this many bytes (500M, 2G)")
 
-    prepare = commands.add_parser("prepare", help="text into token shards; run again, it goes on where it stopped")
+    prepare = commands.add_parser("prepare", help="turn text into token shards; the same command resumes")
     add_inputs(prepare)
-    prepare.add_argument("--tokenizer", required=True, help="folder of a tokenizer, or its name on the Hub")
+    prepare.add_argument("--tokenizer", required=True, help="a folder, a shipped model, or a name on the Hub")
     prepare.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    prepare.add_argument("--workers", type=int, help="threads (default: one a core)")
-    prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens a shard (default: %(default)s)")
-    prepare.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N documents")
-    prepare.add_argument("--max-tokens", type=size, help="stop with the document that reaches this (10M, 15G)")
-    prepare.add_argument("--needles", type=float, metavar="SHARE", help="share of needle documents to mix in, as 0.05")
+    prepare.add_argument("--workers", type=int, help="number of threads (default: one per core)")
+    prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens per shard (default: %(default)s)")
+    prepare.add_argument("--skip", type=int, default=0, metavar="N", help="skip the first N documents")
+    prepare.add_argument("--max-tokens", type=size, help="stop after the document that reaches this (10M, 15G)")
+    prepare.add_argument("--needles", type=float, metavar="SHARE", help="share of needle documents to add, such as 0.05")
     prepare.add_argument("--needle-forms", nargs="+", metavar="FORM", help="ruler, note, register (default: all)")
     prepare.add_argument("--needle-seed", type=int, default=0)
     prepare.add_argument(
         "--needle-length", nargs=2, type=size, metavar=("FROM", "TO"), help="characters of a haystack (default: 1K 10K)"
     )
     prepare.add_argument(
-        "--needle-exclude", nargs="+", type=Path, default=[], metavar="FILE", help="texts no haystack may be part of"
+        "--needle-exclude",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="texts that no haystack may share 13 words with",
     )
 
     check = commands.add_parser("check", help="read all shards of a folder and compare them with its index")
@@ -51,15 +56,29 @@ def main(arguments: Sequence[str]) -> int:
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to read").add_argument
-    add("paths", nargs="*", type=Path, metavar="PATH", help="text, JSONL (both also .gz, .zst), Parquet, or folders")
-    add("--dataset", help="a dataset of the Hub, streamed, as HuggingFaceFW/fineweb-edu")
-    add("--subset", help="its configuration, as sample-10BT")
+    add(
+        "paths", nargs="*", type=Path, metavar="PATH", help="files (text, JSONL, also .gz and .zst; Parquet) or folders"
+    )
+    add("--dataset", help="a dataset on the Hub, streamed, such as HuggingFaceFW/fineweb-edu")
+    add("--subset", help="its configuration, such as sample-10BT")
     add("--split", default="train", help="default: %(default)s")
     add("--revision", help="a commit of the dataset")
     add("--field", default="text", help="the field that holds the text (default: %(default)s)")
     add("--id-field", default="id", help="the field that holds the id (default: %(default)s)")
-    add("--filter", action="append", default=[], metavar="PREFIX", help="only documents whose id begins so; repeatable")
-    add("--exclude", action="append", default=[], metavar="PATTERN", help="no files with such a name in folders")
+    add(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="only documents whose id starts with PREFIX; repeatable",
+    )
+    add(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="skip files with such a name in folders; repeatable",
+    )
 
 
 def inputs_of(options: argparse.Namespace):
@@ -70,7 +89,7 @@ def inputs_of(options: argparse.Namespace):
     inputs = Inputs(**given | {name: tuple(given[name]) for name in ("paths", "filter", "exclude")})
     if skipped := inputs.skipped():
         shown = [*map(str, skipped[:10]), *[f"and {len(skipped) - 10} more"] * (len(skipped) > 10)]
-        print(f"Skipped, of no kind that is read ({len(skipped)}): {', '.join(shown)}", file=sys.stderr)
+        print(f"Skipped files of other kinds ({len(skipped)}): {', '.join(shown)}", file=sys.stderr)
     return inputs
 
 
@@ -114,7 +133,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     try:
         index = prepare(what, options.out, options.workers, progress=True)
     except KeyboardInterrupt:
-        print("Interrupted: finished shards are kept; the same command goes on.", file=sys.stderr)
+        print("Interrupted: finished shards are kept; the same command resumes.", file=sys.stderr)
         return 130
     print(f"{options.out}: {summary(index)}")
     return 0

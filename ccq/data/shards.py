@@ -125,7 +125,9 @@ def check_shard(folder: Path, index: dict[str, Any], entry: dict[str, Any], chec
     if isinstance(said, dict) and said.get("format") == FORMAT:  # by what it says, it is foreign rather than damaged
         for field, expected in (("tokenizer", index["tokenizer"]["hash"]), ("dtype", index["dtype"])):
             if (its := said.get(field)) != expected:
-                raise ShardError(f"shard {path} is foreign: its {field} is {its}, that of the index is {expected}")
+                raise ShardError(
+                    f"shard {path} does not belong to the index: its {field} is {its}, expected {expected}"
+                )
     if size != entry["bytes"]:
         raise ShardError(f"shard {path} is damaged: {size} bytes, the index says {entry['bytes']}")
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
@@ -149,7 +151,7 @@ class TokenShards:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
         if not self.index["complete"]:
-            raise ShardError(f"{self.folder} is unfinished: run the same `ccq data prepare` again, it goes on")
+            raise ShardError(f"{self.folder} is unfinished: the same `ccq data prepare` command resumes it")
         self.tokenizer_hash: str = self.index["tokenizer"]["hash"]
         entries = self.index["shards"]
         with ThreadPoolExecutor(max_workers=4) as pool:  # hashing leaves the interpreter's lock
@@ -201,7 +203,7 @@ class TokenShards:
 def problems(folder: str | Path, index: dict[str, Any]) -> list[str]:
     """What is wrong with a folder of shards, every byte read; empty where nothing is."""
     folder = Path(folder)
-    found = [] if index["complete"] else [f"{folder} is unfinished: run the same `ccq data prepare` again, it goes on"]
+    found = [] if index["complete"] else [f"{folder} is unfinished: the same `ccq data prepare` command resumes it"]
     for entry in index["shards"]:
         try:
             check_shard(folder, index, entry, checksum=True)

@@ -190,9 +190,17 @@ class Inputs:
     def _load(self) -> Any:
         import datasets
 
-        return datasets.load_dataset(
-            self.dataset, self.subset, split=self.split, revision=self.revision, streaming=True
-        )
+        from ccq.pretrained import hub_or_cache
+
+        with hub_or_cache() as reason:
+            try:
+                return datasets.load_dataset(
+                    self.dataset, self.subset, split=self.split, revision=self.revision, streaming=True
+                )
+            except Exception as error:
+                if reason is None:
+                    raise
+                raise DataError(f"--dataset {self.dataset}: the Hub cannot be reached ({reason})") from error
 
 
 def decoded(file: File, content: Any) -> Iterator[str]:

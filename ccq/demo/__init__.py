@@ -1,4 +1,4 @@
-"""`ccq demo`, which `make run` runs: recall trained, shipped models tried, one page. Minutes on two cores, no network.
+"""`ccq demo` (`make run`): train tiny models, test the shipped ones, write a report page. Minutes on a CPU, no network.
 
     OUT/regimes/                 one read in three constructed regimes: a table and a figure
     OUT/gla_tiny/ ...            a backbone, its unit-norm control and CCQ, trained on recall (runs of `ccq train`)
@@ -210,7 +210,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         say("Using the GPU." if device.startswith("cuda") else f"Using the CPU: {os.cpu_count()} cores.")
         left = sum(step.seconds for step in steps if not step.finished(out, record))
         if not any(step.folder in TRIO for step in steps):
-            say("The trained trio does not ship with this version: needles, lengths and alignment are left out.")
+            say("The shipped models are missing in this version: needles, lengths and alignment are left out.")
         for number, step in enumerate(steps, 1):
             head = f"[{number}/{len(steps) + 1}] {step.title}"
             if step.finished(out, record):
@@ -233,7 +233,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
         page = write_report(settings, steps)
         show(settings, steps, console)
     say(f"\nThe page: {page.resolve()}")
-    say(f"{duration(time.perf_counter() - begin)} in all. `ccq demo --fresh` starts over.")
+    say(f"{duration(time.perf_counter() - begin)} in total. `ccq demo --fresh` starts over.")
     return 0
 
 
@@ -263,7 +263,7 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
             share = told["data"]["needle_tokens"] / told["data"]["tokens"]
             said.append(
                 f"The models that ship were trained on windows of {told['window']:,} tokens of text, {share:.0%} of it "
-                "documents with needles: they know the task."
+                "documents with needles: they were trained on this task."
                 + (f" They have a convolution over {told['conv_size']} tokens too." if told["conv_size"] else "")
             )
     found = {name: read(settings.out / name / "niah.json")["scores"].values() for name in ship}
@@ -295,7 +295,7 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     if ship:
         tasks = {"niah_single_1": "noise", "niah_book": "book"}
         columns = {f"{task}/{n}": f"{what}\n{n:,}" for task, what in tasks.items() for n in settings.needle_lengths}
-        title = f"Needles found by the models that ship, %, {settings.needle_samples} samples each, by tokens"
+        title = f"Needles retrieved by the shipped models, %, {settings.needle_samples} samples each, by tokens"
         table(title, ship, "niah.json", columns, digits=0)
         there, told = read(settings.out / next(iter(ship)) / "length.json")["scores"], shipped.book()
         columns = {f"book/{n}": f"{n:,}" for n in settings.lengths if f"book/{n}" in there}
@@ -304,24 +304,25 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     for note in notes(settings, steps):
         console.print(note, markup=False)
     console.print(
-        f"One seed ({settings.seed}), minutes of training, few samples: this shows that all of it works and where to "
-        "look, not which is better: another --seed ranks the models of the first table anew. Runs with several seeds "
-        "and equal treatment are in docs/results.md."
+        f"One seed ({settings.seed}), minutes of training and few samples show that everything works, not which model "
+        "is better: another --seed changes the ranking in the first table. docs/results.md has runs with several seeds."
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="ccq demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=defaults.out, help="folder to write to (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier demo wrote there")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is drawn and trained (%(default)s)")
-    parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
+    parser.add_argument("--out", type=Path, default=defaults.out, help="folder to write to (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="start over: remove the files of an earlier demo")
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, help="seed of data and training (default: %(default)s)"
+    )
+    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     options = parser.parse_args(argv)
     try:
         if options.device:
             check_device(options.device)
         return run(Settings(out=options.out, seed=options.seed, device=options.device), options.fresh)
     except (KeyboardInterrupt, Stopped) as stopped:
-        print("\nStopped. The same command goes on from here.", file=sys.stderr)
+        print("\nStopped. The same command resumes.", file=sys.stderr)
         return stopped.args[0] if isinstance(stopped, Stopped) else 130

@@ -1,4 +1,4 @@
-"""`ccq eval`: a model on the paper's four axes and on MQAR; any Hugging Face causal LM, offline or from the Hub."""
+"""`ccq eval`: evaluate a causal language model on the paper's four axes and on recall, offline or from the Hub."""
 
 from __future__ import annotations
 
@@ -59,12 +59,14 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         print(f"Wrote {requests}")
         return None
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
-        raise EvaluationError(f"{requests} was made with another tokenizer than that of {name}: make it again")
+        raise EvaluationError(
+            f"{requests} was made with another tokenizer than that of {name}: run --stage requests again"
+        )
     found = results.read_result(options.out, suite)
     done = None if options.again else found
     if stage == "metrics":
         if not answers_path.exists():
-            raise EvaluationError(f"{answers_path} is not there: make it with --stage score")
+            raise EvaluationError(f"{answers_path} does not exist: make it with --stage score")
         responses = Responses(answers_path, {})
         check_replaced(done, asked, responses, options.out)
         return finish(its, asked, responses, options, tokenizer)
@@ -79,7 +81,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         and done["limit"] == asked.settings["limit"]
         and all(done["model"][what] == identity["model"][what] for what in ("hash", "lam"))
     ):
-        print(f"{suite}: finished already, {result_path}; --again runs it again")
+        print(f"{suite}: already finished, {result_path}; --again evaluates it again")
         return done
     if stage == "score":
         identity["origin"] = provenance()
@@ -135,8 +137,8 @@ def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, o
         differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
         differ = differ or ["another model"]
         raise EvaluationError(
-            f"{out / (asked.suite + '.json')} is a finished result that was asked otherwise ({', '.join(differ)}): "
-            "take another --out, or --again to replace it"
+            f"{out / (asked.suite + '.json')} is a finished result with other settings ({', '.join(differ)}): "
+            "choose another --out, or --again to replace it"
         )
 
 
@@ -218,23 +220,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ccq eval",
         description=(__doc__ or "").splitlines()[0],
-        epilog="suites, and the options that each reads:\n" + "\n".join(map(described, suites().values())),
+        epilog="suites and their options:\n" + "\n".join(map(described, suites().values())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     axes = ",".join(suite.name for suite in suites().values() if suite.axis)
-    add("model", metavar="MODEL", help="a shipped model, a from_pretrained folder (ccq export), or a name on the Hub")
-    add("--suite", default=axes, help="suites, with commas between (default: %(default)s)")
-    add("--out", type=Path, required=True, help="folder of the results; an unfinished one there is resumed")
-    add("--data", type=Path, help="folder of the evaluation data; without it, from the Hub")
-    add("--limit", type=positive, help="at most so many samples a task: a quick look, marked in the result")
-    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks (or corpora) of the suite")
-    add("--stage", choices=STAGES, default="all", help="one of requests, score, metrics; by default all three")
-    add("--batch-size", type=positive, help="sequences a batch; by default as many as fit a budget of tokens")
-    add("--device", default=best_device())
+    add("model", metavar="MODEL", help="a shipped model, a run, a from_pretrained folder, or a name on the Hub")
+    add("--suite", default=axes, help="suites, separated by commas (default: %(default)s)")
+    add("--out", type=Path, required=True, help="folder for the results; the same command resumes")
+    add("--data", type=Path, help="folder with the evaluation data (default: download from the Hub)")
+    add("--limit", type=positive, help="at most LIMIT samples per task; the result is marked as a quick look")
+    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks or corpora, separated by commas")
+    add("--stage", choices=STAGES, default="all", help="run one stage only (default: all three)")
+    add("--batch-size", type=positive, help="sequences per batch (default: as many as a budget of tokens allows)")
+    add("--device", default=best_device(), help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
-    add("--tokenizer", help="where MODEL has none")
-    add("--again", action="store_true", help="run what is finished once more, from the start")
+    add("--tokenizer", help="a folder or name, if MODEL has no tokenizer")
+    add("--again", action="store_true", help="evaluate again what is finished")
     for option in readers():  # shown with their suites, below
         how: dict[str, Any] = {"type": option.type} if option.type else {"choices": option.choices}
         add(option.flag, dest=option.name, default=option.default, help=argparse.SUPPRESS, **how)
@@ -262,12 +264,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     except EvaluationError as error:
         parser.error(f"--suite: {error}")
     if arguments.data is not None and not arguments.data.is_dir():
-        parser.error(f"--data: {arguments.data} is no folder")
+        parser.error(f"--data: {arguments.data} is not a folder")
     if arguments.tasks and len(found) > 1:
-        parser.error("--tasks: names tasks of one suite, and --suite has several")
+        parser.error("--tasks: expected one --suite, got several")
     for option, meant in readers().items():  # given for other suites alone it would decide nothing
         if getattr(arguments, option.name) != option.default and not set(meant) & set(asked):
-            parser.error(f"{option.flag}: is for {', '.join(meant)}, and --suite has {', '.join(asked)}")
+            parser.error(f"{option.flag}: this option is for {', '.join(meant)}, and --suite is {', '.join(asked)}")
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     names = {"out", *COMMON, *(option.name for option in readers())}
     return arguments, found, Options(**{name: getattr(arguments, name) for name in names})

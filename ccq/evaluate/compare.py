@@ -1,4 +1,4 @@
-"""`ccq compare`: results of `ccq eval` side by side, with paired differences from the first."""
+"""`ccq compare`: compare results of `ccq eval` with those of the first folder, by paired differences."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def samples_of(path: Path, result: dict) -> dict[str, list[dict]]:
     """{group: sample rows} that lie beside a result."""
     lines = path.with_suffix(".jsonl")
     if stored(lines) is None:
-        raise EvaluationError(f"{lines} is missing: the samples of {path} are what is compared")
+        raise EvaluationError(f"{lines} is missing: it has the samples of {path}, which are compared")
     rows = sources.rows(lines, ["id", "group", "score"])
     if len(rows) != (count := result["samples"].get("count", len(rows))):
-        raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} speaks of {count} samples")
+        raise EvaluationError(f"{lines} is cut off after line {len(rows)}: {path} has {count} samples")
     return by_group(rows)
 
 
@@ -192,12 +192,18 @@ def told(found: dict | None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq compare", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `ccq eval --out` wrote")
-    parser.add_argument("--suite", type=lambda text: text.split(","), help="only these suites")
-    parser.add_argument("--out", type=Path, help="write the table as JSON too")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folders written by `ccq eval --out`; the first is the baseline",
+    )
+    parser.add_argument("--suite", type=lambda text: text.split(","), help="only these suites, separated by commas")
+    parser.add_argument("--out", type=Path, help="also write the table as JSON")
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
-        parser.error("RUN: two folders or more are compared, got one")
+        parser.error("RUN: expected at least two folders, got one")
     if arguments.out:
         replaceable(arguments.out, runs=[str(run) for run in arguments.runs])
     result = compare(arguments.runs, arguments.suite)

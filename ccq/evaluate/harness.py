@@ -165,7 +165,7 @@ OTHER_DATA = "the request file was made from other data than the harness has now
 def build(options, tokenizer) -> RequestSet:
     """Let the harness ask, and write down what it asks; equal questions once."""
     if tokenizer.eos_token_id is None:
-        raise EvaluationError("the tokenizer has no end-of-text token (eos_token), which the harness begins texts with")
+        raise EvaluationError("the tokenizer has no end-of-text token (eos_token), which the harness puts before texts")
     names, max_lengths = list(options.tasks or TASKS), sorted(options.max_lengths or MAX_LENGTHS)
     builder, seen = Builder(), set()
 

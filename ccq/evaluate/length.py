@@ -49,7 +49,7 @@ def documents(corpus: str, data: Path | None) -> list[str]:
         return list(dict.fromkeys(row["text"] for row in sources.read(data, CORPORA[corpus], ["text"])))
     if corpus in NOT_ON_HUB:
         raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
-    with sources.from_hub(f"the corpus {corpus}"):
+    with sources.from_hub(f"the corpus {corpus}", ships="book"):
         if corpus not in ("pg19", "code"):
             task = {"govreport": "gov_report"}.get(corpus, corpus)
             return list(dict.fromkeys(row["context"] for row in sources.longbench_archive(task)))
@@ -158,12 +158,12 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
 
 SUITE = Suite(
     name="length",
-    help="perplexity past the training length, on long documents",
+    help="perplexity beyond the training length, on long documents",
     build=build,
     metrics=metrics,
     options=(
         lengths_option(f"{LENGTHS[0]} to {LENGTHS[-1]}"),
-        Option("tokens", "of each corpus at most so many, from its start", positive),
+        Option("tokens", "read at most N tokens of each corpus", positive),
     ),
     tasks=KNOWN,
     data=tuple(CORPORA.values()),

@@ -189,7 +189,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
 
 SUITE = Suite(
     name="longbench",
-    help="LongBench, by default the paper's 14 of its tasks",
+    help="LongBench, by default the paper's 14 tasks",
     build=build,
     metrics=metrics,
     options=(max_lengths_option(",".join(map(str, MAX_LENGTHS))),),

@@ -41,7 +41,7 @@ def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
     except ValueError:
         slices = ()
     if not slices or any(len(part) != 3 or min(part) < 1 for part in slices):
-        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES separated by commas, got {text!r}")
     return slices
 
 
@@ -102,10 +102,10 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     return rows, scores
 
 
-UPDATES = Option("updates", "keys that get another value (default: the model's own, else 0)", int)
-NOISE = Option("noise", "the share of pairs that are noise (default: the model's own, else 0.2)", float)
-SLICES = Option("slices", "other than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
-SIZE = Option("recall_vocab_size", "of the samples (default: the model's own, else as published)", positive)
+UPDATES = Option("updates", "number of overwritten keys (default: the model's own, else 0)", int)
+NOISE = Option("noise", "share of noise pairs (default: the model's own, else 0.2)", float)
+SLICES = Option("slices", "other samples than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
+SIZE = Option("recall_vocab_size", "vocabulary of the samples (default: the model's own, else as published)", positive)
 
 SUITE = Suite(
     name="mqar",

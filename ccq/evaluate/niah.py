@@ -144,7 +144,7 @@ class Haystack:
 def essays(data: Path | None) -> str:
     if data is not None:
         return sources.read(data, "PaulGrahamEssays", ["text"])[0]["text"]
-    with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)"):
+    with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)", ships="niah_book"):
         import datasets
 
         return " ".join(datasets.load_dataset("baber/paul_graham_essays", split="train")["text"])
@@ -256,7 +256,7 @@ class Sizer:
         if size < 0:
             raise EvaluationError(
                 f"--lengths: {self.length} is too short for {self.task} with --sizing {self.sizing}: no sample fits "
-                f"(--sizing full goes down to the shortest)"
+                f"(--sizing full takes shorter ones)"
             )
         return needle, size
 
@@ -377,8 +377,8 @@ SUITE = Suite(
     options=(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
-        Option("sizing", "how large the haystack is", choices=tuple(SIZINGS), default="ruler"),
-        Option("keys", "'odd' takes those that training never saw", choices=tuple(KEYS), default="all"),
+        Option("sizing", "size of the haystack", choices=tuple(SIZINGS), default="ruler"),
+        Option("keys", "odd: only keys that never occur in training", choices=tuple(KEYS), default="all"),
         SEED,
     ),
     tasks=tuple(KNOWN),

@@ -92,7 +92,7 @@ class RequestSet:
     @classmethod
     def load(cls, path: Path) -> RequestSet:
         if not path.exists():
-            raise EvaluationError(f"{path} is not there: make it with --stage requests")
+            raise EvaluationError(f"{path} does not exist: make it with --stage requests")
         try:
             with np.load(path, allow_pickle=False) as file:
                 header, tokens = json.loads(file["header"].tobytes()), file["tokens"]

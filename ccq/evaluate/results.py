@@ -113,7 +113,7 @@ def read_result(out: Path, suite: str) -> dict | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if not isinstance(found, dict) or found.get("suite") != suite:
-        raise EvaluationError(f"{path} is no result of `ccq eval`: take another --out")
+        raise EvaluationError(f"{path} is not a result of `ccq eval`: choose another --out")
     return found
 
 

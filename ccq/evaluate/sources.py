@@ -11,6 +11,7 @@ from pathlib import Path
 from ccq.evaluate.requests import EvaluationError
 from ccq.files import open_text
 from ccq.names import first_line
+from ccq.pretrained import hub_or_cache
 
 ENDINGS = (".jsonl.zst", ".jsonl", ".json.zst", ".json")
 
@@ -56,16 +57,20 @@ def rows(path: Path, fields: Sequence[str]) -> list[dict]:
 
 
 @contextmanager
-def from_hub(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
-    """Loading inside, with a message that says what to do without a network."""
+def from_hub(what: str, caught: type[Exception] = Exception, ships: str | None = None) -> Iterator[None]:
+    """Loading inside, with a message that says what to do without a network; `ships` is a task that needs none."""
+    reason = None
     try:
-        yield
+        with hub_or_cache() as reason:
+            yield
     except (EvaluationError, ModuleNotFoundError):
         raise
     except caught as error:
+        reason = reason or f"{type(error).__name__}: {first_line(error)}"
+        instead = f", or use what ships with the package: --tasks {ships}" if ships else ""
         raise EvaluationError(
-            f"{what} could not be loaded from the Hub ({type(error).__name__}: {first_line(error)}). "
-            "Without a network, give the data with --data DIR"
+            f"{what} could not be loaded from the Hub or its cache ({reason}). "
+            f"Without a network, give the data with --data DIR{instead}"
         ) from error
 
 

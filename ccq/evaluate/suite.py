@@ -52,7 +52,7 @@ class Suite:
     def check(self, options: Options) -> None:
         """Refuse tasks that it has not, and packages that are not there where they are needed."""
         if options.tasks and not self.tasks:
-            raise EvaluationError(f"--tasks: {self.name} has none to choose among, got {', '.join(options.tasks)}")
+            raise EvaluationError(f"--tasks: {self.name} has no tasks to choose from, got {', '.join(options.tasks)}")
         if unknown := [task for task in options.tasks or () if task not in self.tasks]:
             near, known = nearest(unknown[0], self.tasks), ", ".join(self.tasks)
             raise EvaluationError(f"--tasks: {self.name} has no {unknown[0]!r}.{near} It has: {known}")
@@ -113,7 +113,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         values = tuple(int(part.replace("_", "")) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text!r}") from None
     if not values or min(values) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers above 0, got {text!r}")
     return tuple(dict.fromkeys(values))
@@ -124,11 +124,13 @@ def positive(text: str) -> int:
 
 
 def lengths_option(default: str) -> Option:
-    return Option("lengths", f"in tokens, with commas between (default: {default})", whole_numbers)
+    return Option("lengths", f"lengths in tokens, separated by commas (default: {default})", whole_numbers)
 
 
 def max_lengths_option(default: str) -> Option:
-    return Option("max_lengths", f"of a request in tokens (default: {default})", whole_numbers, flag="--max-length")
+    return Option(
+        "max_lengths", f"length limits of a request in tokens (default: {default})", whole_numbers, flag="--max-length"
+    )
 
 
-SEED = Option("seed", "of drawn samples (default: 42)", int, default=42)
+SEED = Option("seed", "seed of the samples (default: 42)", int, default=42)

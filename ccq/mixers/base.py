@@ -168,7 +168,7 @@ def register(name: str) -> Callable[[M], M]:
 
     def add(cls: M) -> M:
         if name in MIXERS:
-            raise ValueError(f"mixer {name!r} is registered already, by {MIXERS[name].__qualname__}")
+            raise ValueError(f"mixer {name!r} is already registered by {MIXERS[name].__qualname__}")
         MIXERS[name] = cls
         return cls
 

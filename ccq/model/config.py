@@ -178,8 +178,8 @@ class CCQConfig(PretrainedConfig):
         for name, choices in {**registered, **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
-                known = ", ".join(choices)
-                raise ValueError(f"{name}: expected one of {known}, got {value!r}.{nearest(value, choices)}")
+                known, own = ", ".join(choices), " For your own: --import MODULE." if name == "mixer" else ""
+                raise ValueError(f"{name}: expected one of {known}, got {value!r}.{nearest(value, choices)}{own}")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -187,7 +187,9 @@ class CCQConfig(PretrainedConfig):
             _divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
             size = self.hidden_size // self.num_heads
             if size % 2:
-                raise ValueError(f"num_heads: expected heads of even size, for RoPE turns pairs; got heads of {size}")
+                raise ValueError(
+                    f"num_heads: expected heads of even size, because RoPE rotates pairs; got heads of {size}"
+                )
             if self.num_kv_heads is not None:
                 _divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         if self.rotary and (self.mixer != "retnet" or self.key_size % 2 or self.feature_map == "hedgehog"):
@@ -202,9 +204,9 @@ class CCQConfig(PretrainedConfig):
             raise ValueError("clean: attention has no key-value state to read with a cleaned query")
         if self.mixer == "mesa" and (self.clean or self.current_key_read):
             name = "clean" if self.clean else "current_key_read"
-            raise ValueError(f"{name}: Mesa solves for the query that it reads with; it is a baseline beside it")
+            raise ValueError(f"{name}: cannot be used with mesa, which solves for its own query")
         if self.clean and self.current_key_read:
-            raise ValueError("current_key_read: it is a baseline beside clean, not a part of it; set one of them")
+            raise ValueError("current_key_read: it is an alternative to clean; set one of them")
         for name in ("step", "steps", "covariance_decay", "direction", "learned_scale"):
             value, usual = getattr(self, name), getattr(CCQConfig, name)
             if value != usual and not self.clean:

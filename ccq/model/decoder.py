@@ -267,7 +267,9 @@ class CCQModel(CCQPreTrainedModel):
         if given.ndim != axes.count(",") + 1:
             raise ValueError(f"{name}: expected shape {axes}, got {tuple(given.shape)}")
         if 0 in given.shape:
-            raise ValueError(f"{name}: expected a token at least, got shape {tuple(given.shape)}: the prompt is empty")
+            raise ValueError(
+                f"{name}: expected at least one token, got shape {tuple(given.shape)}: the prompt is empty"
+            )
         if ids is None:
             return given
         if ids.dtype not in (torch.int32, torch.int64):

@@ -1,4 +1,4 @@
-"""`ccq generate MODEL --prompt ...`: text from our checkpoints, or from any causal model in Hugging Face's layout."""
+"""`ccq generate MODEL --prompt ...`: generate text with our models or any causal model of Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq generate", description=(__doc__ or "").splitlines()[0])
-    where = "a shipped model, folder of a checkpoint with its tokenizer, or a name on the Hub"
+    where = "a shipped model, a run, a from_pretrained folder with a tokenizer, or a name on the Hub"
     parser.add_argument("model", metavar="MODEL", help=where)
-    parser.add_argument("--prompt", required=True, help="the text to go on from")
-    parser.add_argument("--tokens", type=int, default=100, help="how many to add at most (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this weight")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=100, help="generate at most so many (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy decoding")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, all tokens)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     arguments = parser.parse_args(argv)
     for name, wrong, what in (
-        ("prompt", not arguments.prompt.strip(), "some text to go on from, got an empty prompt"),
+        ("prompt", not arguments.prompt.strip(), "some text, got an empty prompt"),
         ("tokens", arguments.tokens < 1, f"a positive number, got {arguments.tokens}"),
         ("temperature", arguments.temperature < 0, f"a number that is not negative, got {arguments.temperature}"),
         ("top-p", not 0 < arguments.top_p <= 1, f"a number above 0 and up to 1, got {arguments.top_p}"),
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     model, tokenizer = load(arguments.model, device=device, dtype=dtype)
     ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(device)
     if ids.shape[1] == 0:
-        parser.error("--prompt: expected some text to go on from; the tokenizer makes no token of it")
+        parser.error("--prompt: expected some text; the tokenizer makes no token of it")
     most = most_tokens(model)
     if most is not None and ids.shape[1] + arguments.tokens > most:
         parser.error(

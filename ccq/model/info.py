@@ -1,4 +1,4 @@
-"""`ccq info PRESET`: what a model weighs, remembers and computes, without making it."""
+"""`ccq info PRESET`: parameters, state, FLOPs and training memory of a model, without building it."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def activations(model: CCQForCausalLM) -> int:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq info", description=(__doc__ or "").splitlines()[0])
-    what = "such as ccq-gla-1.3b, or a model: one that ships, a folder of one, a run, one of the Hub"
+    what = "a preset such as ccq-gla-1.3b, or a model: shipped, a folder, a run, or a name on the Hub"
     parser.add_argument("names", nargs="+", metavar="PRESET", help=what)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in training (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per training batch (default: %(default)s)")
     arguments = parser.parse_args(argv)
     for name in ("length", "batch"):
         if getattr(arguments, name) < 1:

@@ -174,7 +174,7 @@ def _restarts(positions: Tensor, shape: torch.Size, seen: int, mask: Tensor | No
     follows = (positions[0].diff() == 1) | restarts
     if batch != 1 or seen or not bool(real.all()) or not bool(follows.all()):
         raise ValueError(
-            "position_ids: expected 0, 1, 2, ... in each sequence, beginning anew only in a batch of 1 without padding "
-            "and without a cache: the model counts them itself and can honour no others"
+            "position_ids: expected 0, 1, 2, ... in each sequence, restarting only in a batch of 1 without padding or "
+            "cache: the model counts positions itself and supports no others"
         )
     return restarts

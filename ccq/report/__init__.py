@@ -1,4 +1,4 @@
-"""`ccq report`: one page with the paper's tables and figures, our numbers beside the paper's, from any results."""
+"""`ccq report`: write one page with your results beside the paper's tables and figures."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq report", description=(__doc__ or "").splitlines()[0])
     runs = "folders and files, in any mix: runs of `ccq train`, results of `ccq eval`, `ccq analyze`, `ccq bench`"
     parser.add_argument("paths", nargs="*", type=Path, metavar="RUNS", help=runs)
-    parser.add_argument("-o", "--out", type=Path, help="folder to write the page to (report, where there is no --docs)")
+    parser.add_argument("-o", "--out", type=Path, help="folder for the page (default: report, unless --docs is given)")
     filled = "Markdown files in which `<!-- ccq report: TABLE -->` ... `<!-- /ccq report -->` is to be filled"
     parser.add_argument("--docs", nargs="+", type=Path, default=[], metavar="FILE", help=filled)
-    parser.add_argument("--force", action="store_true", help="write into a folder that holds something else")
+    parser.add_argument("--force", action="store_true", help="write into a folder that holds other files")
     arguments = parser.parse_args(argv)
     for name, paths in (("RUNS", arguments.paths), ("--docs", arguments.docs)):
         for path in paths:
             if not path.exists():
-                parser.error(f"{name}: {path} is not there")
+                parser.error(f"{name}: {path} does not exist")
     out = arguments.out or Path("report")
     if arguments.out is not None or not arguments.docs:
         older = out / "report.md"

@@ -214,8 +214,12 @@ class Pairing:
                 return f"trained for {one.tokens:,} against {two.tokens:,} tokens"
         values = [value for both in self.estimates.values() for estimate in both for value in estimate.values]
         if better == "higher" and max(values) < LEAST["higher"]:  # shares of right answers, in percent
-            return "no run of either gets any right at this size"
-        return "every run of both gets all right" if better == "higher" and min(values) > 100 - LEAST["higher"] else ""
+            return "no run of either side gets any sample right"
+        return (
+            "every run of both sides gets all samples right"
+            if better == "higher" and min(values) > 100 - LEAST["higher"]
+            else ""
+        )
 
     @property
     def sources(self) -> list[Source]:
@@ -282,7 +286,7 @@ def decide(differences: Sequence[float], better: str, least: float) -> tuple[str
     """
     bounds = seed_interval([-x if better == "lower" else x for x in differences])
     if bounds is None:
-        return FEW, f"an interval over seeds takes {SEEDS} runs of each"
+        return FEW, f"an interval over seeds needs {SEEDS} runs per side"
     return judged(bounds, least, "over seeds")
 
 
@@ -307,12 +311,12 @@ def needed(differences: Sequence[float], better: str, least: float) -> int:
 def judged(bounds: Interval, least: float, over: str) -> tuple[str, str]:
     """On a 95% interval of the gain."""
     if bounds[0] > 0:
-        return HOLDS, f"the interval {over} leaves out zero"
+        return HOLDS, f"the interval {over} excludes zero"
     if bounds[1] < 0:
-        return FAILS, f"the other way round: the interval {over} leaves out zero"
+        return FAILS, f"in the opposite direction: the interval {over} excludes zero"
     if bounds[1] < least:
-        return FAILS, f"the interval {over} leaves out a gain of {least:g}"
-    return FEW, f"the interval {over} holds zero and a gain of {least:g}"
+        return FAILS, f"the interval {over} excludes a gain of {least:g}"
+    return FEW, f"the interval {over} contains zero and a gain of {least:g}"
 
 
 def cost(claim: dict, found: Collection, results: Results, paper: Paper) -> Verdict:
@@ -326,7 +330,7 @@ def cost(claim: dict, found: Collection, results: Results, paper: Paper) -> Verd
             kept.append(ratio >= limit if measure.rate else ratio <= limit)
             parts.append(f"{change(ratio)} on {SYSTEMS[SYSTEMS[system].control or ''].label}")
     if not parts:
-        return Verdict(NOT_RUN, "no such benchmark among the results")
+        return Verdict(NOT_RUN, "this benchmark is not among the results")
     if len(parts) < len(CLEANED) and all(kept):  # one that costs more is enough to say so
         return Verdict(FEW, "takes both backbones", ", ".join(parts), distinct(sources))
     hardware = ", ".join(dict.fromkeys(source.hardware for source in sources))

@@ -166,7 +166,7 @@ class Collection:
         looks = [f"{of[0].name if len(of) == 1 else f'{suite} of {len(of)} models'} (first {limit})"
                  for (suite, limit), of in quick.items()]  # fmt: skip
         if looks:
-            notes.append(f"Quick looks, not whole suites: {', '.join(looks)}.")
+            notes.append(f"These are quick looks, not whole suites: {', '.join(looks)}.")
         notes += self.needle_notes()
         origins = [origin for s in self.sources for origin in s.everywhere]
         commits = sorted({str(origin["commit"])[:7] for origin in origins if origin.get("commit")})
@@ -178,11 +178,11 @@ class Collection:
                 notes.append(f"Results of several versions of {package} are mixed here: {', '.join(sorted(versions))}.")
         changed = [s.name for s in self.sources if any(o.get("dirty") for o in s.everywhere)]
         if changed:
-            notes.append(f"Made from a working tree with changes that are not committed: {', '.join(changed)}.")
+            notes.append(f"These were made with uncommitted changes: {', '.join(changed)}.")
         asked = grouped(self.of("eval"), lambda s: (s.detail, s.identity.size))  # models of one size are compared
         unlike = [suite for (suite, _), of in asked.items() if len({s.content["samples"].get("hash") for s in of}) > 1]
         for suite in dict.fromkeys(unlike):
-            notes.append(f"{suite}: not all models were asked the same samples, or their tokenizers differ.")
+            notes.append(f"{suite}: the models have different samples or tokenizers.")
         return notes
 
     def needle_notes(self) -> list[str]:
@@ -193,16 +193,16 @@ class Collection:
         if odd:
             who = "" if len(odd) == len(asked) else f" by {', '.join(dict.fromkeys(s.title for s in odd))}"
             notes.append(
-                f"Needles asked for{who} have keys and values that needle documents of training never hold (`--keys "
-                "odd`): not all that RULER draws."
+                f"Needle prompts{who} have only keys and values that never occur in training (`--keys odd`); RULER "
+                "draws from all."
             )
         if odd or any(s.identity.needles for s in asked):
             for share, of in grouped(asked, lambda s: s.identity.needles and round(s.identity.needles, 2)).items():
                 known = "the training text has no needle documents"
                 if share is None:
-                    known = "how much of the training text is needle documents is not recorded"
+                    known = "the share of needle documents in the training text is not recorded"
                 elif share:
-                    known = f"{share:.0%} of the training tokens are needle documents; the paper names none"
+                    known = f"{share:.0%} of the training tokens are needle documents; the paper mentions none"
                 notes.append(f"Needles at {'; '.join(dict.fromkeys(trained_as(s.identity) for s in of))}: {known}.")
         return notes
 
@@ -275,7 +275,7 @@ def take(file: Path, found: Collection) -> None:
         elif not changed(source):
             found.sources.append(source)
     except DAMAGE as error:
-        found.problems.append(f"{short} lacks what it should have and is left out: {type(error).__name__} {error}.")
+        found.problems.append(f"{short} is incomplete and left out: {type(error).__name__} {error}.")
 
 
 def changed(source: Source) -> bool:

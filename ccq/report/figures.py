@@ -22,7 +22,7 @@ from ccq.report.table import scale_label, tokens_label
 from ccq.report.tables import trained
 from ccq.systems import SYSTEMS, Identity
 
-BAND = "the 95% interval over seeds where there are three, else over test samples."
+BAND = "95% interval over seeds if there are three, else over test samples."
 CORPORA = {
     "govreport": "GovReport", "qmsum": "QMSum", "narrativeqa": "NarrativeQA", "qasper": "Qasper", "pg19": "PG19",
     "code": "code (for CodeParrot)", "elife": "eLife (not in the paper)", "book": "Dubliners (not in the paper)",
@@ -69,7 +69,7 @@ def height(results: Results, *suites: str) -> float:
 
 def perplexity(results: Results) -> Figure:
     panels = of_rows(results, VALID, "validation perplexity")
-    caption = "At the end of training; lower is better. Bars: the 95% interval over seeds where there are three."
+    caption = "At the end of training; lower is better. Bars: 95% interval over seeds if there are three."
     return Figure("perplexity", "Perplexity", caption, panels, columns=2, size=(4.2, height(results, "valid")))
 
 
@@ -145,7 +145,7 @@ def extrapolation(results: Results) -> Figure:
             "same 2,048 tokens at every length, the last of each of the longest windows, given what stands before them."
         )
     caption = f"Lower is better. {how} Bands: {BAND}"
-    return Figure("extrapolation", "Perplexity past the training length", caption, panels, lines)
+    return Figure("extrapolation", "Perplexity beyond the training length", caption, panels, lines)
 
 
 def cost(found: Collection) -> Figure | None:
@@ -181,9 +181,8 @@ def cost(found: Collection) -> Figure | None:
         axes.legend(loc="center right")
 
     caption = (
-        "Time that a token or step takes more with CCQ than without; shorter is better. The paper's is over its GLA "
-        "without unit q and k; here over the backbone with unit q and k. Thin lines: what the fastest and the slowest "
-        "repetitions would give."
+        "Additional time per token or step with CCQ; shorter is better. The paper compares with GLA without unit q "
+        "and k, we compare with the backbone with unit q and k. Thin lines: range of the repetitions."
     )
     return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(labels) + 1.0))
 
@@ -262,7 +261,7 @@ def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
     made = [replace(figure, name=f"alignment_{figure.name}") for figure in of_alignment(points)[:3]]
     facts = (paper.facts["gap_qwen3"], paper.facts["gap_gated_deltanet"])
     made[0].caption += f" The paper's means: {' and '.join(f'{fact} ({fact.model})' for fact in facts)}. Equally rare "
-    made[0].caption += "tokens that no question asks for (the control) show how much of it is rarity."
+    made[0].caption += "tokens that no question asks for (the control) show how much of the gap is rarity."
     return made
 
 

@@ -28,10 +28,10 @@ from ccq.report.results import Results
 from ccq.report.table import SMALL, Table, trimmed
 from ccq.train import sweep_tables
 
-TITLE = "CCQ: a query that is cleaned before it reads"
+TITLE = "CCQ: clean the query before it reads"
 FOOT = (
     f"{MADE_BY}, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
-    "Curvature-Conditioned Query for Linear Attention. Its numbers are quoted as facts; this implementation is "
+    "Curvature-Conditioned Query for Linear Attention. This implementation is "
     "independent of its authors."
 )
 # what has `tables` of its own, beside the code whose results they show
@@ -136,7 +136,7 @@ def without_unusable(found: Collection) -> Collection:
                 usable.append(source)
         except DAMAGE as error:
             told = (str(error) or "no more is said").splitlines()[0]
-            problems.append(f"{source.name} lacks what it should have and is left out: {type(error).__name__} {told}.")
+            problems.append(f"{source.name} is incomplete and left out: {type(error).__name__} {told}.")
     return replace(found, sources=usable, problems=problems)
 
 
@@ -186,7 +186,7 @@ def what_was_run(found: Collection) -> str:
     parts = [plural(count, *words[kind]) for kind, count in counts.items() if count]
     dates = sorted({source.date for source in found.sources if source.date != "unknown"})
     when = f", {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else "") if dates else ""
-    return f"Of {', '.join(parts)}{when}; each is among the [sources](#sources)."
+    return f"This page shows {', '.join(parts)}{when}. [Sources](#sources) lists each of them."
 
 
 def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
@@ -197,20 +197,20 @@ def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
     items = [f"**{v.named.capitalize()}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]
     if not tried:
         lead = (
-            "**These results are too few to say.** No claim about what CCQ gains is judged by what is here: that takes "
-            "two models, one with CCQ and its control, trained alike and asked the same."
+            "**These results are too few to tell.** A claim about a gain needs two models, one with CCQ and its "
+            "control, trained alike and evaluated on the same samples."
         )
-        return {"lead": lead + (" What they do say:" if items else ""), "listed": items}
+        return {"lead": lead + (" They show:" if items else ""), "listed": items}
     count = Counter(v.verdict for v in tried)
     said = [f"{count[v]} {'is' if count[v] == 1 else 'are'} {v}" for v in SIGNS if count[v]]
-    lead = f"**Of {plural(len(tried), 'claim')} about quality that were tried here, {', '.join(said)}.** "
+    lead = f"**Of {plural(len(tried), 'claim')} about quality that we tested, {', '.join(said)}.** "
     if held := [v for v in tried if v.verdict == HOLDS]:
         survive = sum(v.survives for v in held)
         lead += (
-            f"Each is tested at 95% by itself: of {plural(len(held), 'supported claim')}, {survive or 'none'} "
+            f"Each claim is tested at 95% by itself. Of {plural(len(held), 'supported claim')}, {survive or 'none'} "
             f"survive{'s' if survive < 2 else ''} Holm's correction for {plural(held[0].tests, 'test')}. "
         )
-    lead += "What is decided, and the main ones:" if decided else "The main ones:"
+    lead += "The decided claims and the main ones:" if decided else "The main claims:"
     return {"lead": lead, "listed": items}
 
 

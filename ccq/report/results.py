@@ -201,7 +201,7 @@ def asked_otherwise(one: Iterable[Source], two: Iterable[Source]) -> str:
     for name in HOW:
         told = [sorted({str(how[name]) for how in side if name in how}) for side in sides]
         if all(told) and told[0] != told[1]:
-            return f"not asked the same: {name} {', '.join(told[0])} against {', '.join(told[1])}"
+            return f"evaluated differently: {name} {', '.join(told[0])} against {', '.join(told[1])}"
     return ""
 
 

@@ -32,9 +32,9 @@ from ccq.report.table import NOT_RUN as EMPTY
 from ccq.systems import SYSTEMS, Identity
 
 SMALL_PRINT = (
-    f"{SMALL} in a cell: the 95% interval of the mean over seeds (Student's t, cut at what is possible) where there "
-    "are three seeds or more, else over test samples; hover for both. Repeats of a seed are averaged into it: they are "
-    "no further seeds, whichever side has them."
+    f"{SMALL} in a cell: the 95% interval of the mean over seeds (Student's t, cut at the possible range) with three "
+    "seeds or more, else over test samples; hover for both. Repeats of a seed are averaged and do not count as further "
+    "seeds."
 )
 
 
@@ -103,7 +103,7 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
         folded = ["all systems"]
     notes = list(table.notes)
     if left := [column.heading for column in table.columns if column not in columns]:
-        notes.append(f"Columns of the paper's table that nobody ran here are left out: {', '.join(left)}.")
+        notes.append(f"Columns of the paper's table without results here are left out: {', '.join(left)}.")
     noted = [note for row in ours for c in columns if (e := results.estimate(row, c.where)) for note in e.notes]
     notes += [f"† {note}" for note in dict.fromkeys(noted)]
     if name == "niah":
@@ -174,7 +174,7 @@ def models_table(paper: Paper, found: Collection, results: Results) -> Table:
         ours = blocks.setdefault(title_of(row.size), [])
         ours.append(Row(label, cells, row_kind(row.system)))
     notes = [
-        "State: of a sequence of the training length, the covariance counted.",
+        "State: of a sequence of the training length, including the covariance.",
         f"{SMALL} below a perplexity: the 95% interval of the mean over seeds (Student's t), where there are three; "
         "below a rate: validation perplexity at each rate that was tried, in shorter runs with a seed that counts "
         "nowhere else.",
@@ -224,10 +224,10 @@ def repeats_table(results: Results) -> Table | None:
                 blocks.append(Block(title, spread_rows(values)))
     if not blocks:
         return None
-    says = "What separates two systems by less than this is not told from chance."
+    says = "A smaller difference between two systems may be chance."
     if not any(spreads):
-        says = "They do not differ: what separates seeds is the seed's doing alone."
-    notes = [f"Runs of one config and one seed. {says} Elsewhere a seed that was repeated counts once, as the mean."]
+        says = "They do not differ, so differences between seeds come from the seed."
+    notes = [f"Runs of one config and one seed. {says} In other tables a repeated seed counts once, as the mean."]
     return Table("repeats", "Run to run", ["", "values", "spread"], blocks, notes)
 
 
@@ -257,7 +257,7 @@ def claims_table(verdicts: list[Verdict]) -> Table:
             f"Each claim is tested at 95% by itself. Of {plural(tests, 'test')} of scores over seeds about one in "
             "twenty leaves out zero by chance alone: where one does, it is said whether it survives Holm's correction."
         )
-    caption = "Each claim, and what the results here say of it"
+    caption = "The claims and what our results say"
     return Table("claims", caption, ["claim", "the paper", "here", "verdict"], blocks, notes, stack=True)
 
 
@@ -279,4 +279,4 @@ def source_table(found: Collection) -> Table:
             "run that trained it is beside them); what it was asked is in their `settings`."
         )
     head = ["", "what", "file", "commit", "hardware", "date"]
-    return Table("sources", "Where the numbers come from", head, [Block("", rows)], notes, stack=True)
+    return Table("sources", "Sources of all numbers", head, [Block("", rows)], notes, stack=True)

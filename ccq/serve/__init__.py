@@ -1,4 +1,4 @@
-"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. Its answers are those of transformers' own.
+"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. It answers as transformers' own server does.
 
 batches.py   requests that wait are generated together
 app.py       the routes: the key, the checks, errors in OpenAI's form
@@ -28,18 +28,24 @@ def main(argv: Sequence[str]) -> int:
         epilog=f"The environment variable {KEY} is the key that clients must show; other hosts than the loopback "
         "address want one.",
     )
-    parser.add_argument("model", metavar="MODEL", help="what `ccq generate` takes: a shipped model, a folder, a name")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a shipped model, a run, a from_pretrained folder, or a name on the Hub"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--batch", type=int, default=16, help="requests generated together (default: %(default)s)")
-    parser.add_argument("--context", type=int, help="most tokens of prompt and answer (default: as it was trained)")
-    parser.add_argument("--waiting", type=int, default=512, help="most requests that wait (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=int, help="maximum tokens of prompt and answer (default: the training length)"
+    )
+    parser.add_argument(
+        "--waiting", type=int, default=512, help="maximum number of waiting requests (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     key = os.environ.get(KEY) or None
     if not is_loopback(arguments.host) and key is None:
-        parser.error(f"--host: {arguments.host} can be reached from outside; expected a key in {KEY} for that")
+        parser.error(f"--host: {arguments.host} can be reached from outside: set a key in {KEY}")
     for name in ("batch", "context", "waiting"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -91,7 +91,7 @@ def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]
         if value is None or field in IGNORED or (field in NEUTRAL and value == NEUTRAL[field]):
             continue
         if field not in FIELDS or field == other:
-            raise Refused(400, f"{field}: this server cannot honour it, got {value!r:.100}", field)
+            raise Refused(400, f"{field}: not supported by this server, got {value!r:.100}", field)
         right, what = FIELDS[field]
         if not right(value):
             raise Refused(400, f"{field}: expected {what}, got {value!r:.100}", field)

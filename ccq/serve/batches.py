@@ -110,14 +110,14 @@ class Batches(GenerateManager):
         prompt = inputs["input_ids"][0].cpu()
         room = self.context - len(prompt)
         if not len(prompt):
-            raise HTTPException(400, "the prompt is empty: expected a token at least")
+            raise HTTPException(400, "the prompt is empty: expected at least one token")
         if room < 1:
             raise HTTPException(400, f"the prompt has {len(prompt)} tokens; expected fewer than {self.context}")
         config.max_new_tokens = min(config.max_new_tokens, room)
         row = Row(processor, parser, prompt, config)
         with self.lock:
             if sum(not other.gone for other in self.waiting) >= self.most:
-                raise HTTPException(503, f"{self.most} requests wait already: try again later")
+                raise HTTPException(503, f"{self.most} requests are waiting already: try again later")
             self.waiting.append(row)
         self.submit(self.generate, model, processor)
         return row

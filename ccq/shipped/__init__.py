@@ -48,7 +48,7 @@ def manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-REMEDY = "Take the file from the repository again, or install the package anew."
+REMEDY = "Restore the file from the repository, or reinstall the package."
 
 
 def verify(folder: Path) -> None:

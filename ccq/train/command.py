@@ -1,4 +1,4 @@
-"""`ccq train RECIPE --run-dir DIR`: train, or go on. Many GPUs: torchrun --nproc-per-node 8 -m ccq train RECIPE ..."""
+"""`ccq train RECIPE --run-dir DIR`: train or resume. Many GPUs: torchrun --nproc-per-node 8 -m ccq train RECIPE ..."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("train", (__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/RECIPE)")
     parser.add_argument(
-        "--init", metavar="MODEL", help="begin with the weights and options of a model: a folder, a run, or a name"
+        "--init", metavar="MODEL", help="start from the weights and options of a model: a folder, a run, or a name"
     )
     options, config = parse(parser, argv)
     from ccq.train.loop import train
@@ -41,15 +41,15 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"ccq {command}",
         description=description,
-        epilog=f"recipes are SYSTEM_SIZE, such as ccq_gla_tiny\n\nsystems:{systems}\n\nsizes:{sizes}\n\n"
+        epilog=f"A recipe is SYSTEM_SIZE, such as ccq_gla_tiny.\n\nsystems:{systems}\n\nsizes:{sizes}\n\n"
         "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
         f"`ccq {command} RECIPE --help` lists them.\n\n"
-        "The same command again resumes: to the bit on a CPU and as many ranks as before; on another number of ranks\n"
-        "with the same data in the same order, and weights that differ by rounding.",
+        "The same command resumes a run: exactly on a CPU with as many ranks as before; with another number of ranks,\n"
+        "the data come in the same order and the weights differ by rounding.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="one of those below")
+    parser.add_argument("recipe", metavar="RECIPE", help="one of the recipes below")
     return parser
 
 
@@ -69,7 +69,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
         fields = ["--help"]
     for field in fields:
         if field.startswith("--system."):
-            parser.error(f"{field}: options of how a run runs are called --runtime.{field.removeprefix('--system.')}")
+            parser.error(f"{field}: this option is now --runtime.{field.removeprefix('--system.')}")
     default = RECIPES[name]()
     if getattr(options, "init", None):
         from ccq.train.init import begun_from

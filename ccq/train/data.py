@@ -66,8 +66,9 @@ def recall_source(config: Config, slices: tuple, split: str) -> Recall:
 def windows_of(shards: TokenShards, config: Config, name: str) -> TokenWindows:
     if shards.vocab_size > config.model.vocab_size:
         raise RunError(
-            f"{name}: the tokens there are of a vocabulary of {shards.vocab_size:,}, and model.vocab_size is "
-            f"{config.model.vocab_size:,}"
+            f"{name}: its tokens have a vocabulary of {shards.vocab_size:,}, but model.vocab_size is "
+            f"{config.model.vocab_size:,}: give --model.vocab-size {shards.vocab_size}, or prepare the text with a "
+            "smaller tokenizer"
         )
     return TokenWindows(shards, config.data.length, config.data.batch, config.seed, config.data.reset)
 

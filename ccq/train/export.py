@@ -1,4 +1,4 @@
-"""`ccq export RUN_DIR OUT_DIR`: the weights of a run as a folder that `from_pretrained` loads."""
+"""`ccq export RUN_DIR OUT_DIR`: write the weights of a run as a folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     root = run / folder.CHECKPOINTS
     have = steps_in(root)
     if not have if step is None else step not in have:
-        what = "that is whole" if step is None else f"of step {step}"
-        raise RunError(f"{root} holds no checkpoint {what}; there are {', '.join(map(str, have)) or 'none'}")
+        what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        raise RunError(f"{root} holds no {what}; there are {', '.join(map(str, have)) or 'none'}")
     model = make_model(config, torch.device("cpu"))
     with join("cpu") as world:
         state = {"model": {name: x.detach() for name, x in model.named_parameters()}}
@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of a run of `ccq train`")
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--step", type=int, help="of this checkpoint (default: the newest)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they were trained)")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the weights (default: as trained)")
     parser.add_argument("--force", action="store_true", help="replace another model in OUT_DIR; its files are removed")
     options = parser.parse_args(argv)
     step = export(options.run, options.out, options.step, options.dtype, options.force)

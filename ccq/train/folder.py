@@ -57,16 +57,16 @@ def claim(folder: Path, config: Config, done: int = 0) -> None:
             different += [f"data.{name}: {other_tokens(getattr(config.data, name), before[name])}" for name in changed]
         if [line for line in different if line.startswith("steps:")] == different != []:
             raise RunError(
-                f"{folder}: {different[0]}. Its learning rate falls with a cosine that ends at its last step, so a "
-                "longer run is another one from the start. To train its weights on, begin a run from them: --init "
+                f"{folder}: {different[0]}. Its cosine schedule ends at its last step, so a longer run would differ "
+                "from its first step on. To continue its weights, start a new run: --init "
                 f"{folder} --run-dir ANOTHER. (With --optimizer.schedule constant a run can be extended.)"
             )
         if done > config.steps:
             different.append(f"steps: the run is at step {done}, asked for {config.steps}")
         if different:
-            raise RunError(f"{folder} holds another run: {'; '.join(different)}. Take another --run-dir.")
+            raise RunError(f"{folder} holds another run: {'; '.join(different)}. Choose another --run-dir.")
     elif held := [name for name in (LOG, CHECKPOINTS, PROVENANCE) if (folder / name).exists()]:  # it would replace them
-        raise RunError(f"{folder} holds {', '.join(held)} and no {CONFIG}: take another --run-dir")
+        raise RunError(f"{folder} holds {', '.join(held)} and no {CONFIG}: choose another --run-dir")
     text: dict[str, int] = {}  # for who reads the results: how much of it is there, and of needle documents
     needles = None
     if config.data.path is not None:
@@ -115,5 +115,5 @@ def note_origin(folder: Path, step: int, say: Callable[[str], None] = print, ini
         before = read_json(path, RunError, "a list of where the run began and went on") if path.exists() else []
         kept = [part for part in before if part["step"] < step]  # what came after is trained again
     except (RunError, TypeError, KeyError) as damage:  # weights do not hang on it
-        say(f"{path} is damaged and begun anew ({first_line(damage)})")
+        say(f"{path} is damaged and started anew ({first_line(damage)})")
     write_json(path, [*kept, {"step": step, **provenance(), **({} if init is None else {"init": init})}])

@@ -35,7 +35,7 @@ def begun_from(name: str, config: Config, run: Path) -> Config:
     found = load_config(name)
     if not isinstance(found, CCQConfig):
         raise RunError(
-            f"init: {name} is a {type(found).__name__}: `ccq convert` makes models of ours of fla's, and transformers' "
+            f"init: {name} is a {type(found).__name__}: `ccq convert` converts fla's models to ours, and transformers' "
             "Trainer trains others with cleaning attached (docs/attach.md)"
         )
     model = ModelOptions(**{field.name: getattr(found, field.name) for field in dataclasses.fields(ModelOptions)})
@@ -54,7 +54,7 @@ def fill(name: str, masters: dict[str, Tensor], world: World, say: Callable[[str
             root = where / folder.CHECKPOINTS
             step = newest(root)
             if step is None:
-                raise RunError(f"init: {root} holds no checkpoint that is whole")
+                raise RunError(f"init: {root} holds no complete checkpoint")
             stored = FileSystemReader(folder_of(root, step)).read_metadata().state_dict_metadata
             taken = fitting(name, weights, {key[6:]: x for key, x in stored.items() if key.startswith("model.")}, say)
             step = load(root, {"model": taken}, world, say)

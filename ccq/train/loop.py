@@ -51,7 +51,7 @@ def train(config: Config, run: Path) -> int:
         on_main(world, lambda: folder.claim(run, config, newest(root) or 0))
         log = Log(run, config, world.main)
         if finished:
-            log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` makes a model of it.")
+            log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` writes its model.")
             return 0
         checkpoints = Checkpoints(root, world, config.runtime.keep)
         try:
@@ -132,7 +132,7 @@ class Run:
                     self.checkpoints.save(step, trainer.state(), wait=stopped or step == config.steps)
                 if stopped and step < config.steps:
                     name = self.world.from_main(stop[0] if stop else "a signal")
-                    self.log.say(f"stopped by {name} at step {step}: saved, and the same command goes on from there")
+                    self.log.say(f"stopped by {name} at step {step}: checkpoint saved; the same command resumes")
                     return 128 + getattr(signal, name, 15)
         skipped = f", {trainer.progress['skipped']} skipped" if trainer.progress["skipped"] else ""
         self.log.say(f"finished: {config.steps} steps{skipped}; {folder_of(self.checkpoints.root, config.steps)}")
@@ -194,7 +194,7 @@ class Run:
         """Say so, and stop after a few in a row."""
         row = self.trainer.progress["in_a_row"]
         what = f"loss {done.loss}, gradient norm {done.norm}"
-        self.log.say(f"step {step} is skipped: {what}")
+        self.log.say(f"step {step} skipped: {what}")
         self.log.record(step, skipped=self.trainer.progress["skipped"])
         if row >= self.config.runtime.patience:
             self.checkpoints.wait()

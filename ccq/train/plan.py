@@ -1,4 +1,4 @@
-"""`ccq plan RECIPE --gpus 8 --gpu A100`: memory, speed and time of a run before it is one."""
+"""`ccq plan RECIPE --gpus 8 --gpu A100`: estimate memory, speed and time of a run."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def speed_of(name: str, config: Config, model: Info, length: int, gpu: str | Non
 
 def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("plan", (__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s); more than 8 are nodes")
+    parser.add_argument(
+        "--gpus", type=int, default=8, help="number of GPUs (default: %(default)s); more than 8 means several nodes"
+    )
     parser.add_argument(
         "--gpu",
         type=str.upper,
@@ -154,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     if options.gpus < 1:
         parser.error(f"--gpus: expected at least 1, got {options.gpus}")
     if options.gpu not in (None, *GPUS):
-        parser.error(f"--gpu: nothing is known of {options.gpu}; expected one of {', '.join(GPUS)}")
+        parser.error(f"--gpu: unknown GPU {options.gpu}: expected one of {', '.join(GPUS)}")
     for line in describe(plan(options.recipe, config, options.gpus, options.gpu)):
         print(line)
     return 0

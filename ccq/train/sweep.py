@@ -1,11 +1,11 @@
-"""`ccq sweep mqar|mad --tier rows|seeds --out DIR`: every row of a recall comparison, treated alike, on one device.
+"""`ccq sweep mqar|mad --tier rows|seeds --out DIR`: train all rows of a recall comparison on one device.
 
     rows     every row at each learning rate (mad: and weight decay), one seed; chosen on validation samples
     seeds    the rows that matter, three other seeds, at the rate chosen before; mqar: five times the steps
 
 A run is a recipe and its learning rate, seed and steps; runs of one row train side by side, each on its own stream, and
 rows are shared by worker processes. What a run found is a file of its own as soon as it has finished: stopped at any
-moment, the same command goes on with the runs that are missing. DIR/TASK_TIER.json has all of them.
+moment, the same command resumes with the missing runs. DIR/TASK_TIER.json has all of them.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dic
         different = ["another --set"]
     if different:
         raise RunError(
-            f"{path} has runs that were trained otherwise ({'; '.join(different)}): one file must not mix them. "
-            "Take another --out, or write the file anew with --force"
+            f"{path} has runs with other settings ({'; '.join(different)}): one file must not mix them. "
+            "Choose another --out, or write the file anew with --force"
         )
     return told
 
@@ -243,21 +243,37 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tier", choices=tuple(SEEDS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     sizes = "; ".join(f"{name}: {', '.join(task.sizes)}" for name, task in TASKS.items())
-    parser.add_argument("--size", help=f"of the recipes ({sizes}; default: the first)")
-    parser.add_argument("--rows", help="some rows only, with commas between them")
+    parser.add_argument("--size", help=f"size of the recipes ({sizes}; default: the first)")
+    parser.add_argument("--rows", help="only these rows, separated by commas")
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates (default: zoology's four, MAD's three)")
     parser.add_argument("--decays", type=float, nargs="+", help="weight decays (default: the recipe's, MAD's two)")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 for rows, 1 2 3 for seeds")
-    parser.add_argument("--steps", type=int, help="default: 2000 for rows, 10000 for seeds; mad: 20000")
-    parser.add_argument("--workers", type=int, default=4, help="processes; 0: this one (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long, with what is finished")
-    parser.add_argument("--test-samples", type=int, default=1000, help="of each test slice (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds (default: 0 for rows, 1 2 3 for seeds)")
+    parser.add_argument("--steps", type=int, help="training steps (2000 for rows, 10000 for seeds; mad: 20000)")
+    parser.add_argument("--workers", type=int, default=4, help="number of processes (default: %(default)s; 0: this process)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this many minutes and keep finished runs")
+    parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu; none: a GPU if there is one")
     parser.add_argument("--no-capture", action="store_true", help="launch each kernel, without CUDA graphs")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of all recipes: --set data.batch=64"
+        "--rates-from", type=Path, help="for seeds: result that chose the rates (default: OUT/TASK_rows.json)"
     )
-    parser.add_argument("--force", action="store_true", help="write into a folder that holds something else")
+    parser.add_argument(
+        "--workers", type=int, default=4, help="number of processes; 0: this process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="stop after so many minutes and keep what is finished"
+    )
+    parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
+    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
+    parser.add_argument("--no-capture", action="store_true", help="do not use CUDA graphs")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=JSON",
+        help="set a field of all recipes: --set data.batch=64",
+    )
+    parser.add_argument("--force", action="store_true", help="write into a folder that holds other files")
     return sweep(parser.parse_args(argv))
 
 
@@ -322,7 +338,7 @@ def sweep(options: argparse.Namespace) -> int:
     left = len({spec.name for spec in specs} & set(content["missing"]))
     say(
         f"{total - left} of {total} runs in {path}, {time.monotonic() - began:.0f} s"
-        + (f"; {left} missing: the same command goes on with them" if left else "")
+        + (f"; {left} missing: the same command resumes them" if left else "")
     )
     return code or (1 if left else 0)
 

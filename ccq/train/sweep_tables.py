@@ -21,15 +21,15 @@ def tables(results: Results) -> list[Table]:
                 "lam at the end"]  # fmt: skip
         notes = [
             "Every row has the same data, steps and learning rates; the rate is chosen on validation samples, never on "
-            "the test slices. Accuracy: mean over the test slices of the queries answered. State: of a sequence in "
+            "the test slices. Accuracy: share of queries answered, mean over the test slices. State: of a sequence in "
             "fp32, the covariance counted; attention's at 256 tokens.",
             SMALL_PRINT,
         ]
         missing = [name for source in results.found.of("sweep") for name in source.content["missing"]]
         if missing:
             told = f"{', '.join(missing[:12])}{' ...' if len(missing) > 12 else ''}"
-            notes.append(f"Missing, not run to the end: {told}.")
-        caption = "Recall (MQAR): what was trained, and how much it recalls (not in the paper)"
+            notes.append(f"Not finished: {told}.")
+        caption = "Recall (MQAR) by system (not in the paper)"
         made.append(Table("mqar", caption, head, blocks, notes))
     for name, suite, what in (
         ("mqar-slices", "recall", "(MQAR) by slice of the sweep"),

@@ -66,7 +66,7 @@ def pick_device(name: str | None, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device(name)
     if not torch.cuda.is_available():
-        raise RunError(f"runtime.device: {name!r} was asked for, and torch sees no GPU (`ccq doctor` says why)")
+        raise RunError(f"runtime.device: {name!r} is not available: torch sees no GPU (`ccq doctor` says why)")
     device = torch.device("cuda", local_rank if name == "cuda" else torch.device(name).index)
     if device.index >= torch.cuda.device_count():
         raise RunError(f"runtime.device: expected one of {torch.cuda.device_count()} GPUs, got {device}")

@@ -41,8 +41,8 @@ def test_the_layers_that_were_asked_for_get_gates(model):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"layers": [3]}, r"expected some of \[0, 1, 2\].*got \[3\]"),
-        ({"layers": []}, "expected one at least"),
+        ({"layers": [3]}, r"expected layers of \[0, 1, 2\].*got \[3\]"),
+        ({"layers": []}, "expected at least one"),
         ({"gate_init": 1.5}, "gate_init"),
         ({"normalize": "one"}, "normalize"),
         ({"step": "scale"}, "step"),
@@ -75,7 +75,7 @@ def test_a_layer_that_calls_other_functions_than_are_known_is_refused(model, mon
         return another_rule(hidden_states)  # noqa: F821
 
     monkeypatch.setattr(cls, "forward", forward)
-    with pytest.raises(AttachError, match="has no layer that is known"):
+    with pytest.raises(AttachError, match="has no layer that ccq knows"):
         ccq.attach(model)
 
 
@@ -96,7 +96,7 @@ def test_a_forward_that_someone_else_replaced_is_refused(model):
 
 
 def test_twice_is_refused(model):
-    with pytest.raises(AttachError, match="has cleaning already"):
+    with pytest.raises(AttachError, match="already has cleaning"):
         ccq.attach(ccq.attach(model))
 
 
@@ -283,17 +283,17 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path):
     folder, model = saved
     with pytest.raises(AttachError, match="expected the gates of layers"):
         ccq.load_adapter(make("qwen3_next", linear_num_key_heads=4), folder / "adapter")
-    with pytest.raises(AttachError, match="has cleaning already"):
+    with pytest.raises(AttachError, match="already has cleaning"):
         ccq.load_adapter(model, folder / "adapter")
     with pytest.raises(AttachError, match="expected an adapter"):
         ccq.load_adapter(make("qwen3_next"), folder / "base")
     with pytest.raises(AttachError, match="nothing to save"):
         ccq.save_adapter(make("qwen3_next"), tmp_path)
     ccq.save_adapter(ccq.attach(make("qwen3_next")), tmp_path)
-    with pytest.raises(ccq.shipped.ModelError, match="does not say which model"):
+    with pytest.raises(ccq.shipped.ModelError, match="does not name its base model"):
         ccq.load(str(tmp_path))
     for other in (folder / "base", folder / "adapter", tmp_path):  # saved over its own model, none could be loaded
-        with pytest.raises(FileExistsError, match=r"one with an older adapter of this model. Take another$"):
+        with pytest.raises(FileExistsError, match=r"one with an older adapter of this model. Choose another$"):
             ccq.save_adapter(ccq.attach(make("mamba2")), other)
     ccq.save_adapter(model, folder / "adapter")
     config = json.loads((folder / "whole" / "config.json").read_text())

@@ -188,7 +188,7 @@ def test_packed_equals_separate_or_is_refused(family):
     ids = tokens(1, 41)
     packed = {"position_ids": POSITIONS, "use_cache": False}
     if family == "mamba2":  # transformers' model keeps positions to itself, and all else that it is told
-        with pytest.raises(ValueError, match="Mamba2Model is not told"):
+        with pytest.raises(ValueError, match="Mamba2Model does not receive them"):
             model(ids, **packed)
         return
     separate = torch.cat([model(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)], 1)

@@ -218,5 +218,5 @@ def test_groups_without_tokens_are_null_not_nan(tokenizer):
 def test_a_tokenizer_that_leaves_nothing_is_refused(tokenizer):
     prompt = make_prompts(3, 12)[0]
     empty = prompt.__class__(**{**vars(prompt), "needle": (0, 0)})
-    with pytest.raises(AnalysisError, match="leaves nothing of the needle"):
+    with pytest.raises(AnalysisError, match="makes no token of the needle"):
         tokenize(empty, tokenizer)

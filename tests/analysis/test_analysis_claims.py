@@ -18,7 +18,7 @@ def judged(root):
     return {v.claim["says"]: v for v in claims.judge(found, Results(found), paper.load())}
 
 
-RARITY = "... and further off than equally rare tokens that no question asks for: more than rarity"
+RARITY = "... and further off than equally rare tokens that no question asks for"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_model_with_few_seeds_does_not_keep_others_from_a_verdict(tmp_path):
     assert "1 with fewer than 3 seeds not counted" in told.detail
 
 
-SWITCHED = "Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"
+SWITCHED = "A model trained with CCQ retrieves the pass-key with CCQ switched off"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_numbers_and_uuids_are_judged_apart_from_the_pass_key(tmp_path):
     found = judged(tmp_path)
     assert found[SWITCHED].verdict == claims.HOLDS
     assert "at most 0.0 over 2 lengths" in found[SWITCHED].ours
-    others = found["... nor by one that finds numbers and uuids (S-NIAH-2 and 3)"]
+    others = found["... and numbers and UUIDs (S-NIAH-2 and 3)"]
     assert others.verdict == claims.FAILS
     assert "CCQ-GLA, nano, from 4,096 tokens on: intervals over seeds within [−10.00, +0.00]" in others.ours
-    assert "at most 10.0 over 2 lengths at which it finds any, up to 16,384 tokens" in others.ours
+    assert "at most 10.0 over 2 lengths at which it retrieves any, up to 16,384 tokens" in others.ours
 
 
 def test_switching_off_shows_the_interval_over_samples_that_lie_beside_it(tmp_path):

@@ -63,7 +63,7 @@ def test_a_result_replaces_an_older_one_of_its_model_and_nothing_else(kind, fold
     with monkeypatch.context() as patch:
         patch.setattr(f"ccq.analysis.{kind}{'s' if kind == 'gate' else ''}.measure", lambda *_: pytest.fail("begun"))
         assert cli.main(["analyze", kind, str(folder("ccq-gated-deltanet")), *arguments]) == 1
-    assert f"{kind}_model.json holds something else, which stays" in capsys.readouterr().err
+    assert f"{kind}_model.json holds something else and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "out" / f"{kind}_model.json").read_bytes() == before
     assert cli.main(["analyze", kind, str(tmp_path / "ccq-gla"), *arguments]) == 0
 
@@ -121,8 +121,8 @@ def test_an_unknown_kind_names_the_nearest(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["alignment", "./nowhere"], "is not there"),
-        (["alignment", "./nowhere.gguf"], "a file in GGUF"),
+        (["alignment", "./nowhere"], "does not exist"),
+        (["alignment", "./nowhere.gguf"], "a .gguf file"),
         (["alignment", "./nowhere", "--variants", "1"], "variants: expected 3 to 8"),
     ],
 )
@@ -144,7 +144,9 @@ def test_a_name_that_is_no_folder_is_said_to_be_none_first(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read when it was imported
     assert cli.main(["analyze", "alignment", "no-such-model-at-all"]) == 1
-    assert capsys.readouterr().err.startswith("ccq analyze: there is no model 'no-such-model-at-all': no folder here")
+    assert capsys.readouterr().err.startswith(
+        "ccq analyze: there is no model 'no-such-model-at-all': it is not a folder here"
+    )
 
 
 def test_a_prompt_past_learned_positions_is_refused_in_a_sentence(tmp_path, tokenizer, capsys):

@@ -191,14 +191,14 @@ def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, 
     assert len(drawn) == 1
     capsys.readouterr()
     assert main([*arguments, "--fixed", "0.5"]) == 0
-    assert capsys.readouterr().out.count("finished already") == 2
+    assert capsys.readouterr().out.count("already finished") == 2
 
 
 def test_a_command_without_an_intervention_or_with_an_unknown_suite_is_refused(tmp_path, capsys):
     for arguments, text in (
-        ([], "an intervention at least"),
+        ([], "at least one intervention"),
         (["--off", "--suite", "nia"], "Did you mean 'niah'?"),
-        (["--off", "--suite", "mqar", "--keys", "odd"], "--keys: is for niah, and --suite has mqar"),
+        (["--off", "--suite", "mqar", "--keys", "odd"], "--keys: this option is for niah, and --suite is mqar"),
     ):
         with pytest.raises(SystemExit):
             main(["model", "--out", str(tmp_path), *arguments])

@@ -128,5 +128,5 @@ def test_a_prompt_of_ones_own(tokenizer):
     found = margin.measure(make(tokenizer, "ccq-gla"), tokenizer, [prompt])
     assert found["own_lam"]
     for needle in ("horse", "had", ""):
-        with pytest.raises(AnalysisError, match="needle: expected a piece of the prompt that stands there once"):
+        with pytest.raises(AnalysisError, match="needle: expected a piece that occurs once in the prompt"):
             own_prompt(prompt.text, needle)

@@ -77,7 +77,7 @@ def test_files_that_are_skipped_are_named(kind, tmp_path, tokenizer_folder, caps
     names = ", ".join(str(text / f"{number:02}.html") for number in range(10))
     assert main(line) == 1
     said = capsys.readouterr().err
-    assert f"Skipped, of no kind that is read (12): {names}, and 2 more\n" in said
+    assert f"Skipped files of other kinds (12): {names}, and 2 more\n" in said
     assert "text holds no file that ends in .txt, .txt.gz, .txt.zst, .md, " in said
     assert not (tmp_path / "out" / "index.json").exists()
     (text / "a.txt").write_text("a text that is read " * 20)
@@ -85,7 +85,7 @@ def test_files_that_are_skipped_are_named(kind, tmp_path, tokenizer_folder, caps
         (text / f"{number:02}.html").unlink()
     assert main(line) == 0
     rest = ", ".join(str(text / f"{number:02}.html") for number in range(5, 11))
-    assert f"Skipped, of no kind that is read (7): {rest}, {text / 'b' / 'table.csv'}\n" in capsys.readouterr().err
+    assert f"Skipped files of other kinds (7): {rest}, {text / 'b' / 'table.csv'}\n" in capsys.readouterr().err
 
 
 def test_check_names_every_damaged_shard(some_shards, capsys):

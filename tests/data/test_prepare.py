@@ -245,10 +245,10 @@ def test_a_folder_of_something_else_is_refused_by_field(what, tmp_path, corpus, 
         ("shard_tokens", Preparation(what.inputs, tokenizer_folder, 3000)),
         ("needles", Preparation(what.inputs, tokenizer_folder, 2000, needles=Needles(0.1))),
     ):
-        with pytest.raises(DataError, match=f"out was begun with another {name}: "):
+        with pytest.raises(DataError, match=f"out was started with another {name}: "):
             prepare.prepare(changed, tmp_path / "out", workers=0)
     more = Preparation(Inputs((*what.inputs.paths, other_file)), tokenizer_folder, 2000)
-    with pytest.raises(DataError, match=r'another files: \[\] there, \[\{"name": "corpus.jsonl", "bytes": 17\}\] now'):
+    with pytest.raises(DataError, match=r'another files: \[\], now \[\{"name": "corpus.jsonl", "bytes": 17\}\]'):
         prepare.prepare(more, tmp_path / "out", workers=0)
 
 
@@ -269,7 +269,7 @@ def test_a_folder_of_something_else_stays_as_it_is(what, tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")
     with pytest.raises(
-        FileExistsError, match=r"is not empty, it holds tokenizer: .* this command began. Take another$"
+        FileExistsError, match=r"is not empty, it holds tokenizer: .* this command began. Choose another$"
     ):
         prepare.prepare(what, tmp_path, workers=0)
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".lock", "tokenizer", "tokenizer.json"]

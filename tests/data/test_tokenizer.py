@@ -177,6 +177,6 @@ def test_a_name_is_that_of_a_model_that_ships_or_is_asked_of_the_hub_once(monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
     assert load_tokenizer("gla-pico").eos_token_id is not None
-    with pytest.raises(DataError, match="no folder here is called that"):
+    with pytest.raises(DataError, match="it is not a folder here"):
         load_tokenizer("somebody/mistyped-tokenizer")
     assert asked == ["somebody/mistyped-tokenizer"]

@@ -98,7 +98,7 @@ def test_all_of_it_is_there_without_a_network(first):
         assert (out / path).stat().st_size > 0, path
     assert "Using the CPU" in text
     assert re.search(r"The page: .*/laptop/report/index.html", text)
-    assert "not which is better" in " ".join(text.split())
+    assert "not which model is better" in " ".join(text.split())
 
 
 def test_tables_hold_what_the_files_hold(first):
@@ -132,7 +132,7 @@ def test_page_shows_both_kinds_of_model(first):
         rows = [line for line in lines if line.startswith(f"| {label}, 1 layer, convolution of 4")]  # not the recipe's
         assert any(all(value in line for value in values) for line in rows), values
     assert "The models trained here have one layer and a convolution over 4 tokens" in page
-    assert "lacks what it should have" not in page
+    assert "is incomplete" not in page
     assert "is not finished" not in page
 
 
@@ -171,7 +171,7 @@ def test_fresh_removes_what_the_demo_wrote_alone_and_without_shipped_models_it_g
     assert not (out / "gla_tiny" / "marker").exists()
     assert not (out / "ccq_gla_tiny").exists()
     assert not (out / "ccq-gla-pico").exists()
-    assert "trio does not ship" in text
+    assert "shipped models are missing" in text
     assert "Needles found" not in text
     assert (out / "report/index.html").exists()
 
@@ -194,7 +194,7 @@ def test_what_is_damaged_is_made_anew(first, ships, empty_page, tmp_path, file):
     (out / file).write_bytes(whole[: len(whole) // 2])
     before = times(out)
     text = told(small(out))
-    assert f"{out / file} is damaged: this part is made anew" in text
+    assert f"{out / file} is damaged: making this part again" in text
     assert text.count("finished before") == 6
     again = {name for name, when in times(out).items() if when != before.get(name)} - {demo.STATE}
     assert file in again
@@ -251,13 +251,13 @@ def test_control_c_in_training_is_gone_on_from(tmp_path, empty_page, monkeypatch
     assert demo.main(["--out", str(out), "--device", "cpu"]) == 130
     said = capsys.readouterr()
     assert "stopped by SIGINT at step 2" in said.out
-    assert "The same command goes on from here" in said.err
+    assert "The same command resumes" in said.err
     assert not (out / "report").exists()
     monkeypatch.setattr(Trainer, "step", step)
     assert demo.main(["--out", str(out), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "resumed at step 2" in said
-    assert "one read, constructed: finished before" in said
+    assert "a needle among distractors: finished before" in said
     assert (out / "report/index.html").exists()
 
 

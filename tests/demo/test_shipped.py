@@ -42,7 +42,7 @@ def test_load_takes_a_dtype_and_a_folder(ships, tmp_path):
 def test_a_device_that_is_not_there_is_said_to_be_missing(ships, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("ccq.pretrained.load_tokenizer", lambda name: pytest.fail("it should not come this far"))
-    with pytest.raises(DeviceError, match=r"'cuda' was asked for, and torch sees 0 GPUs \(`ccq doctor` says why\)"):
+    with pytest.raises(DeviceError, match=r"'cuda' is not available: torch sees 0 GPUs \(`ccq doctor` says why\)"):
         ccq.load("ccq-gla-pico", device="cuda")
 
 
@@ -88,9 +88,7 @@ def test_what_is_neither_here_nor_there_says_what_ships(ships, monkeypatch):
         raise ConnectionError("no network\nand so on")
 
     monkeypatch.setattr("huggingface_hub.model_info", offline)
-    said = (
-        r"no model 'nothing-like-it': no folder .* that ship \(ccq-gla-pico, .* Hub gives none \(Conn\w+: no network\)$"
-    )
+    said = r"no model 'nothing-like-it': it is not a folder .* \(ccq-gla-pico, .* gives none \(Conn\w+: no network\)$"
     with pytest.raises(shipped.ModelError, match=said):
         ccq.load("nothing-like-it")
     assert asked == [("nothing-like-it", 10)]  # once, not for every file
@@ -114,7 +112,9 @@ def test_what_the_hub_gave_before_is_found_without_a_network(ships, tmp_path, mo
 
 
 def test_a_preset_is_no_model(ships):
-    with pytest.raises(shipped.ModelError, match=r"gla-nano is a preset, which has no weights: `ccq train gla_nano`"):
+    with pytest.raises(
+        shipped.ModelError, match=r"gla-nano is a preset without weights: train it with `ccq train gla_nano`"
+    ):
         ccq.load("gla-nano")
 
 

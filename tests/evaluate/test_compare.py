@@ -254,7 +254,7 @@ def test_a_table_replaces_an_older_one_of_the_same_runs_and_nothing_else(tmp_pat
     before = result.read_bytes()
     for out, others, code in ((table, runs[:2], 0), (table, runs[:2], 0), (table, runs, 1), (result, runs, 1)):
         assert cli.main(["compare", *map(str, others), "--out", str(out)]) == code
-        assert code == 0 or f"{out} holds something else, which stays" in capsys.readouterr().err
+        assert code == 0 or f"{out} holds something else and is not overwritten" in capsys.readouterr().err
     assert result.read_bytes() == before
     assert len(json.loads(table.read_text())["runs"]) == 2
 

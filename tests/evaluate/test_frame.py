@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(llama, tokenizer, data, tm
     asked = stop_after(monkeypatch, None)
     assert evaluate(llama, tokenizer, "length", options) == json.loads(json.dumps(first))
     assert asked == []
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
     options.again = True
     again = evaluate(llama, tokenizer, "length", options)
     assert len(asked) == first["samples"]["requests"]
@@ -119,7 +120,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(llama, tokenizer, data, tm
 def test_a_finished_result_gives_way_only_to_one_that_asks_more(llama, tokenizer, data, tmp_path):
     first = evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=2))
     with pytest.raises(
-        EvaluationError, match=r"length.json is a finished result that was asked otherwise \(corpora, lengths\)"
+        EvaluationError, match=r"length.json is a finished result with other settings \(corpora, lengths\)"
     ):
         evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=2, lengths=(64, 96)))
     assert json.loads((tmp_path / "length.json").read_text()) == json.loads(json.dumps(first))
@@ -134,13 +135,13 @@ def test_a_finished_result_stays_also_where_its_answers_are_gone_or_are_scored_a
     evaluate(llama, tokenizer, "length", options)
     before = (tmp_path / "length.json").read_bytes()
     evaluate(None, tokenizer, "length", length_options(tmp_path, data, limit=1, stage="requests"))
-    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(corpora, limit\)"):
+    with pytest.raises(EvaluationError, match=r"a finished result with other settings \(corpora, limit\)"):
         evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="metrics"))
     (tmp_path / "responses" / "length.jsonl").unlink()  # as results are handed on
-    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(corpora, limit\)"):
+    with pytest.raises(EvaluationError, match=r"a finished result with other settings \(corpora, limit\)"):
         evaluate(llama, tokenizer, "length", length_options(tmp_path, data, limit=1))
     (tmp_path / "responses" / "length.jsonl").unlink()
-    with pytest.raises(EvaluationError, match=r"a finished result that was asked otherwise \(another model\)"):
+    with pytest.raises(EvaluationError, match=r"a finished result with other settings \(another model\)"):
         evaluate(make_model("gpt2"), tokenizer, "length", options)
     assert (tmp_path / "length.json").read_bytes() == before
 
@@ -148,7 +149,7 @@ def test_a_finished_result_stays_also_where_its_answers_are_gone_or_are_scored_a
 @pytest.mark.parametrize("again", [False, True])
 def test_a_file_of_something_else_stays(llama, tokenizer, data, tmp_path, again):
     (tmp_path / "length.json").write_text('{"kind": "lengths of rope"}')
-    with pytest.raises(EvaluationError, match=r"length.json is no result of `ccq eval`"):
+    with pytest.raises(EvaluationError, match=r"length.json is not a result of `ccq eval`"):
         evaluate(llama, tokenizer, "length", length_options(tmp_path, data, again=again))
     assert (tmp_path / "length.json").read_text() == '{"kind": "lengths of rope"}'
 
@@ -246,14 +247,23 @@ def test_the_command_evaluates_a_folder(folder, data, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--suite", "nia"], "--suite: unknown suite 'nia'. Did you mean 'niah'?"),
-        (["--lengths", "1k"], "expected whole numbers with commas between, got '1k'"),
+        (["--lengths", "1k"], "expected whole numbers separated by commas, got '1k'"),
         (["--limit", "0"], "expected numbers above 0, got '0'"),
-        (["--data", "/nowhere/at/all"], "--data: /nowhere/at/all is no folder"),
-        (["--suite", "lm,niah", "--tasks", "piqa"], "--tasks: names tasks of one suite"),
-        (["--suite", "lm", "--lengths", "64"], "--lengths: is for niah, length, mad, mqar, and --suite has lm"),
-        (["--suite", "niah,length", "--max-length", "64"], "--max-length: is for lm, longbench, and --suite has niah"),
-        (["--suite", "lm,length", "--keys", "odd"], "--keys: is for niah, and --suite has lm, length"),
-        (["--slices", "32x4x256"], "--slices: is for mad, mqar, and --suite has lm, niah, length, longbench"),
+        (["--data", "/nowhere/at/all"], "--data: /nowhere/at/all is not a folder"),
+        (["--suite", "lm,niah", "--tasks", "piqa"], "--tasks: expected one --suite"),
+        (
+            ["--suite", "lm", "--lengths", "64"],
+            "--lengths: this option is for niah, length, mad, mqar, and --suite is lm",
+        ),
+        (
+            ["--suite", "niah,length", "--max-length", "64"],
+            "--max-length: this option is for lm, longbench, and --suite is niah",
+        ),
+        (["--suite", "lm,length", "--keys", "odd"], "--keys: this option is for niah, and --suite is lm, length"),
+        (
+            ["--slices", "32x4x256"],
+            "--slices: this option is for mad, mqar, and --suite is lm, niah, length, longbench",
+        ),
     ],
 )
 def test_bad_arguments_are_named(folder, tmp_path, capsys, arguments, message):
@@ -278,12 +288,12 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing_first(tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, error = run("runs/modle", tmp_path, capsys, "--suite", "mqar")
     assert code == 1
-    assert error.startswith("ccq eval: there is no model 'runs/modle': no folder here is called that")
+    assert error.startswith("ccq eval: there is no model 'runs/modle': it is not a folder here")
 
 
 def test_a_suite_without_tasks_says_so(folder, tmp_path, capsys):
     code, error = run(folder, tmp_path, capsys, "--suite", "mqar", "--tasks", "foo")
-    assert (code, "--tasks: mqar has none to choose among, got foo" in error) == (1, True)
+    assert (code, "--tasks: mqar has no tasks to choose from, got foo" in error) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +393,38 @@ def test_no_network_is_said(tokenizer, tmp_path, monkeypatch):
         longbench.build(Options(out=tmp_path, max_lengths=(1024,), tasks=("lcc",)), tokenizer)
 
 
+def test_without_a_network_the_hub_is_asked_once(tokenizer, tmp_path, monkeypatch):
+    """Its library would ask for half a minute, for each file."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from ccq.evaluate import length, niah
+
+    asked = []
+
+    class Unreachable:
+        def head(self, address, **options):
+            asked.append(address)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "get_session", Unreachable)
+    begun = time.monotonic()
+    for suite, corpus, ships in ((length, "govreport", "book"), (length, "pg19", "book")):
+        said = rf"the Hub or its cache \(OSError: Name or .*give the data with --data DIR, .* --tasks {ships}"
+        with pytest.raises(EvaluationError, match=said):
+            suite.build(Options(out=tmp_path, tasks=(corpus,), lengths=(512,)), tokenizer)
+    with pytest.raises(EvaluationError, match="--tasks niah_book"):
+        niah.essays(None)
+    assert asked == [constants.ENDPOINT] * 3
+    assert time.monotonic() - begun < 10  # a busy machine; asked again, it would be 75
+    assert not constants.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
 def test_learned_positions_cannot_be_passed(tokenizer, data, tmp_path):
     model = make_model("gpt2", positions=64)
     with pytest.raises(EvaluationError, match=r"learned positions for 64: it cannot take more\. Give --lengths"):
@@ -402,10 +444,10 @@ def test_a_foreign_tokenizer_is_noticed(tokenizer, data, tmp_path):
 
 
 def test_scoring_without_requests_is_refused(llama, tokenizer, data, tmp_path):
-    with pytest.raises(EvaluationError, match=r"length.npz is not there: make it with --stage requests"):
+    with pytest.raises(EvaluationError, match=r"length.npz does not exist: make it with --stage requests"):
         evaluate(llama, tokenizer, "length", Options(out=tmp_path, stage="score"))
     evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="requests"))
-    with pytest.raises(EvaluationError, match=r"length.jsonl is not there: make it with --stage score"):
+    with pytest.raises(EvaluationError, match=r"length.jsonl does not exist: make it with --stage score"):
         evaluate(None, tokenizer, "length", length_options(tmp_path, data, stage="metrics"))
     (tmp_path / "requests" / "length.npz").write_bytes(b"PK nonsense")
     with pytest.raises(EvaluationError, match=r"length.npz is damaged"):

@@ -59,7 +59,7 @@ def test_a_file_more_is_a_suite_more(more, saved, tmp_path, capsys):
     assert (result["scores"]["all"]["value"], result["samples"]["requests"]) == (100, 3)
     with pytest.raises(SystemExit):
         cli.main(["eval", saved, "--suite", "mqar", "--times", "3", "--out", str(tmp_path)])
-    assert "--times: is for count, and --suite has mqar" in capsys.readouterr().err
+    assert "--times: this option is for count, and --suite is mqar" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["eval", "--help"])
     text = capsys.readouterr().out
@@ -87,4 +87,4 @@ def test_a_package_that_is_missing_is_named_before_anything_is_asked(saved, tmp_
     assert cli.main(common) == 1
     assert "ccq eval needs wonderwords: pip install 'ccq[train]'" in capsys.readouterr().err
     assert cli.main([*common, "--stage", "score"]) == 1, "that stage needs none"
-    assert "niah.npz is not there: make it with --stage requests" in capsys.readouterr().err
+    assert "niah.npz does not exist: make it with --stage requests" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_a_preset_has_short_heads_and_counts_both_states():
 
 @pytest.mark.parametrize("option", ["clean", "current_key_read"])
 def test_mesa_is_not_cleaned(option):
-    with pytest.raises(ValueError, match=f"{option}: Mesa solves for the query"):
+    with pytest.raises(ValueError, match=f"{option}: cannot be used with mesa"):
         CCQConfig.preset("mesa-2-tiny", **{option: True})
 
 

@@ -495,7 +495,7 @@ def test_an_unknown_mixer_is_named():
     config.mixer = "gated_delta_net"
     with pytest.raises(ValueError, match="Did you mean 'gated_deltanet'"):
         make_mixer(config, 0)
-    with pytest.raises(ValueError, match="'gla' is registered already, by GatedLinearAttention"):
+    with pytest.raises(ValueError, match="'gla' is already registered by GatedLinearAttention"):
         register("gla")(Mixer)
     assert {"gla", "gated_deltanet", "mamba2", "linear_attention", "retnet", "deltanet", "kda", "mesa"} <= MIXERS.keys()
 

@@ -272,7 +272,7 @@ def test_cleaning_a_checkpoint_of_ours(source, tmp_path):
     convert(tmp_path / "fla", tmp_path / "direct", clean=True, gate_init=0.1)
     assert_same_tensors(*(load_file(tmp_path / name / "model.safetensors") for name in ("direct", "clean")))
     assert CCQConfig.from_pretrained(tmp_path / "clean").gate_init == 0.1
-    with pytest.raises(ValueError, match="clean: the model has cleaning already"):
+    with pytest.raises(ValueError, match="clean: the model already has cleaning"):
         convert(tmp_path / "clean", tmp_path / "x", clean=True)
     with pytest.raises(ValueError, match="clean: expected False, got True"):
         convert(tmp_path / "clean", tmp_path / "x")

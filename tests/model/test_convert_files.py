@@ -66,7 +66,7 @@ def test_a_tensor_in_two_shards(source, tmp_path):
     _, places = shard(folder)
     first, second = sorted(set(places.values()))[:2]
     save_file({**load_file(folder / first), **load_file(folder / second)}, folder / first)
-    with pytest.raises(ValueError, match="is in another file too"):
+    with pytest.raises(ValueError, match="is also in another file"):
         convert(folder, tmp_path / "x")
 
 
@@ -78,7 +78,7 @@ def test_a_pickle_that_runs_something_does_not(source, tmp_path):
     folder = source("gla")
     (folder / "model.safetensors").unlink()
     torch.save({"model.embeddings.weight": Evil()}, folder / "pytorch_model.bin")
-    with pytest.raises(OSError, match="more than tensors is in it"):
+    with pytest.raises(OSError, match="it contains more than tensors"):
         convert(folder, tmp_path / "x")
     assert not (tmp_path / "ran").exists()
 
@@ -258,3 +258,24 @@ def test_a_name_on_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "model_info", fail)
     with pytest.raises(OSError, match=r"no model 'fla-hub/gla': .* the Hub gives none \(ConnectionError: offline\)"):
         main(["fla-hub/gla", str(tmp_path / "x")])
+
+
+def test_a_model_that_ships_by_its_name(tmp_path, monkeypatch, capsys):
+    """The same resolver as `ccq generate` and `ccq.load`; the tokenizer that shipped models share goes along."""
+    import ccq
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["gla-pico", "cleaned", "--clean"]) == 0
+    assert "lam starts at 0.01" in capsys.readouterr().out
+    (before, theirs), (after, ours) = ccq.load("gla-pico"), ccq.load("cleaned")
+    assert ours("The Queen").input_ids == theirs("The Queen").input_ids
+    tensors = after.state_dict()
+    assert_same_tensors(before.state_dict(), {name: tensors[name] for name in before.state_dict()})
+    assert {name for name in tensors if name not in before.state_dict()} == {n for n in tensors if "cleaner" in n}
+
+
+def test_a_run_is_told_from_a_model(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert main([str(tmp_path / "run"), str(tmp_path / "x")]) == 1
+    assert f"`ccq export {tmp_path / 'run'} OUT`" in capsys.readouterr().err

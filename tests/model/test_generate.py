@@ -458,13 +458,13 @@ def test_the_command_takes_any_hugging_face_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", " "], "--prompt: expected some text to go on from, got an empty prompt"),
+        (["--prompt", " "], "--prompt: expected some text, got an empty prompt"),
         (["--prompt", "a", "--tokens", "0"], "--tokens: expected a positive number, got 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: expected a number that is not negative"),
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
         ([], "the following arguments are required: --prompt"),
         (["--prompt", "a", "--device", "foo"], "--device: expected cpu, cuda or cuda:N, got 'foo'"),
-        (["--prompt", "a", "--device", "cuda:99"], "--device: 'cuda:99' was asked for, and torch sees"),
+        (["--prompt", "a", "--device", "cuda:99"], "--device: 'cuda:99' is not available: torch sees"),
     ],
 )
 def test_the_command_names_mistakes(arguments, words, capsys):
@@ -476,7 +476,7 @@ def test_the_command_names_mistakes(arguments, words, capsys):
 
 def test_the_command_names_a_missing_folder(capsys):
     assert cli.main(["generate", "./nowhere", "--prompt", "a"]) == 1
-    assert "ccq generate: ./nowhere is not there: expected a from_pretrained folder" in capsys.readouterr().err
+    assert "ccq generate: ./nowhere does not exist: expected a from_pretrained folder" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path, capsys):

@@ -112,7 +112,7 @@ def test_what_cannot_be_honoured_is_refused(given, words):
 
 
 def test_positions_that_restart_in_a_batch_are_refused():
-    with pytest.raises(ValueError, match="beginning anew only in a batch of 1"):
+    with pytest.raises(ValueError, match="restarting only in a batch of 1"):
         shared_model("ccq-gla")(tokens(2, 4), position_ids=torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]))
 
 

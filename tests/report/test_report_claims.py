@@ -39,8 +39,8 @@ def samples(folder):
     return [json.loads(line) for line in (folder / "niah.jsonl").read_text().splitlines()]
 
 
-PASSKEY = "CCQ-GLA finds the pass-key at 4K (S-NIAH-1) where GLA fails"
-CONTROL = "... and where unit-norm GLA fails, which the paper does not compare with"
+PASSKEY = "CCQ-GLA retrieves the pass-key at 4K (S-NIAH-1) better than GLA"
+CONTROL = "... and better than its unit-norm control, which the paper lacks"
 
 
 def test_no_interval_over_seeds_below_three():
@@ -197,13 +197,15 @@ def test_alignment_gate_and_intervention_are_read(everything):
     found = judged(everything)
     off = found["Needle keys lie off the top 16 directions at every layer"]
     assert off.ours.startswith("SmolLM2-135M: 4 of 4, mean −")
-    rarity = found["... and further off than equally rare tokens that no question asks for: more than rarity"]
+    rarity = found["... and further off than equally rare tokens that no question asks for"]
     assert rarity.verdict == claims.FAILS  # made of the same tokens
     assert "mean +0.000" in rarity.ours
     gate = found["The gate opens further where a needle is retrieved than on ordinary text"]
     assert gate.ours == "CCQ-GLA, nano, seed 0: 0.300 against 0.200 on text"
-    off = found["Switched off at inference, CCQ is hardly missed by a model trained with it (pass-key)"]
-    assert off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths at which it finds any, up to 8,192 tokens"
+    off = found["A model trained with CCQ retrieves the pass-key with CCQ switched off"]
+    assert (
+        off.ours == "CCQ-Gated DeltaNet, nano: at most 3.0 over 2 lengths at which it retrieves any, up to 8,192 tokens"
+    )
     assert off.verdict == claims.FEW  # one model of no known seed
 
 

@@ -90,9 +90,9 @@ def test_mixed_commits_versions_samples_and_quick_looks_are_said(tmp_path):
     notices = " ".join(collect([tmp_path]).notices())
     assert "Results of 2 commits are mixed here: 1111111, 2222222." in notices
     assert "several versions of ccq are mixed here: 0.1.0, 0.2.0" in notices
-    assert "Quick looks, not whole suites: b/niah.json (first 5)" in notices
-    assert "changes that are not committed: b/niah.json" in notices
-    assert "niah: not all models were asked the same samples" in notices
+    assert "These are quick looks, not whole suites: b/niah.json (first 5)" in notices
+    assert "uncommitted changes: b/niah.json" in notices
+    assert "niah: the models have different samples" in notices
     assert collect([tmp_path / "a"]).notices() == []
 
 
@@ -199,13 +199,13 @@ def test_what_needles_rest_on_is_said(tmp_path):
     found = collect([tmp_path])
     notes = [" ".join(found.notices()), " ".join(build(found).tables["niah"].notes)]
     for said in notes:
-        assert "keys and values that needle documents of training never hold (`--keys odd`)" in said
+        assert "keys and values that never occur in training (`--keys odd`)" in said
         assert "Needles at pico, convolution of 4: 53% of the training tokens are needle documents" in said
         assert "Needles at nano: 11% of the training tokens are needle documents" in said
         assert "Needles at nano, trained on plain text: the training text has no needle documents." in said
     assert "Here: the largest haystack that fits." in notes[1]
     evaluation(tmp_path / "plain" / "gla-nano-seed1", "niah", ONE, "gla-nano-seed1")
-    assert "Needles asked for by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
+    assert "Needle prompts by GLA, convolution of 4, pico, seed 0, GLA" in " ".join(collect([tmp_path]).notices())
 
 
 def test_a_model_that_was_changed_at_inference_is_no_other_model(tmp_path):
@@ -220,7 +220,7 @@ def test_a_model_that_was_changed_at_inference_is_no_other_model(tmp_path):
                        f"model, lam {name}", samples={"hash": task, "count": 4, "requests": 4}, **quick)  # fmt: skip
     found = collect([tmp_path])
     assert not any("the same samples" in note for note in found.notices())
-    assert "Quick looks, not whole suites: ccq_gla_pico_seed0/eval/niah.json (first 2)." in found.notices()
+    assert "These are quick looks, not whole suites: ccq_gla_pico_seed0/eval/niah.json (first 2)." in found.notices()
     assert [source.name for source in found.of("eval")] == ["ccq_gla_pico_seed0/eval/niah.json"]
 
 

@@ -207,10 +207,10 @@ def test_what_the_reader_came_for_stands_first(page, parsed):
     rows = [row for block in page.tables["claims"].blocks if not block.folded for row in block.rows]
     quality = [row for row in rows if any(row.label.text.endswith(words) for words in says)]
     held = [row for row in quality if row.cells[2].text == claims.HOLDS]
-    assert f"Of {len(quality)} claims about quality that were tried here, {len(held)} are supported" in parsed.words
+    assert f"Of {len(quality)} claims about quality that we tested, {len(held)} are supported" in parsed.words
     survive = sum(", survives Holm's correction" in row.cells[2].small for row in held)
-    assert f"of {len(held)} supported claims, {survive or 'none'} survive" in parsed.words
-    assert "Repeats of a seed, of either side, are averaged into it" in parsed.words
+    assert f"Of {len(held)} supported claims, {survive or 'none'} survive" in parsed.words
+    assert "Repeats of a seed are averaged" in parsed.words
 
 
 @pytest.mark.parametrize("arguments", [[], ["empty"]])
@@ -220,7 +220,7 @@ def test_nothing_gives_a_page_that_says_so(tmp_path, monkeypatch, capsys, argume
     assert cli.main(["report", *arguments, "-o", "out"]) == 1
     assert "no result" in capsys.readouterr().err
     for name in ("index.html", "report.md"):
-        assert "There is nothing here yet." in Path("out", name).read_text()
+        assert "No result was found." in Path("out", name).read_text()
 
 
 def test_text_of_results_cannot_become_markup(tmp_path):
@@ -292,7 +292,7 @@ def test_damage_that_shows_only_when_drawn_is_named(everything, tmp_path, name, 
     evaluation(tmp_path / "results" / "good", "niah", {"niah_single_1/1024": (50.0, "mean")}, "gla-nano")
     (tmp_path / "results" / "x.json").write_text(json.dumps(content))
     text = build(collect([tmp_path / "results"])).markdown()
-    assert "results/x.json lacks what it should have and is left out" in text
+    assert "results/x.json is incomplete and left out" in text
     assert "good/niah.json" in text
 
 
@@ -301,7 +301,7 @@ def test_a_log_that_cannot_be_drawn_is_named(everything, tmp_path):
     with (tmp_path / "run" / "log.jsonl").open("a") as file:
         file.write(json.dumps({"step": 600, "lam": [0.1, 0.2], "lam_of_decay_alone": [0.1, 0.2]}) + "\n")
     [problem] = without_unusable(collect([tmp_path])).problems
-    assert problem.startswith("run/config.json lacks what it should have")
+    assert problem.startswith("run/config.json is incomplete")
 
 
 # -- how it looks ------------------------------------------------------------------------------------------------------

@@ -166,20 +166,20 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, {"prompt": "a", "max_tokens": True}, 400, "max_tokens: expected a positive whole number"),
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p: expected a number above 0"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream: expected true or false"),
-        (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n: this server cannot honour it, got 2"),
+        (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n: not supported by this server, got 2"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop: expected a text, or up to four of them"),
         (COMPLETIONS, {"prompt": "a", "stop": 5}, 400, "stop: expected a text, or up to four of them"),
         (COMPLETIONS, {"prompt": "a", "seed": -1}, 400, "seed: expected a whole number that is not negative"),
-        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: this server cannot honour it"),
-        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix: this server cannot honour it"),
-        (COMPLETIONS, {"prompt": "a", "novelty": 1}, 400, "novelty: this server cannot honour it"),
+        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: not supported by this server"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix: not supported by this server"),
+        (COMPLETIONS, {"prompt": "a", "novelty": 1}, 400, "novelty: not supported by this server"),
         (COMPLETIONS, {"prompt": "a", "model": "gpt"}, 404, "model: this server has"),
         (COMPLETIONS, b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413, "expected a request of at most"),
         (CHAT, {"messages": []}, 400, "messages: expected messages with role and text"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages: expected"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, 400, "messages: expected"),
         (CHAT, {"messages": [{"role": "user", "tool_calls": [{"function": {}}]}]}, 400, "KeyError: 'arguments'"),
-        (CHAT, {"prompt": "a"}, 400, "prompt: this server cannot honour it"),
+        (CHAT, {"prompt": "a"}, 400, "prompt: not supported by this server"),
         ("/v1/embeddings", {"input": "a"}, 404, "Not Found"),
         ("/reset", {}, 404, "Not Found"),
         ("/load_model", {"model": "gpt2"}, 404, "Not Found"),
@@ -296,7 +296,7 @@ def test_other_addresses_want_a_key(host, monkeypatch, capsys):
     monkeypatch.delenv("CCQ_API_KEY", raising=False)
     with pytest.raises(SystemExit):
         main(["x", "--host", host])
-    assert "expected a key in CCQ_API_KEY" in capsys.readouterr().err
+    assert "set a key in CCQ_API_KEY" in capsys.readouterr().err
 
 
 def test_more_than_may_wait_are_told_so(folder, monkeypatch):

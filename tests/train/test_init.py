@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_named(trained, tmp_path):
         train(begun(trained / "run", num_hidden_layers=1), tmp_path / "b")
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     shutil.copy(trained / "run" / "config.json", tmp_path / "empty")
-    with pytest.raises(RunError, match="holds no checkpoint that is whole"):
+    with pytest.raises(RunError, match="holds no complete checkpoint"):
         train(begun(tmp_path / "empty"), tmp_path / "c")
     damaged = tmp_path / "damaged"
     shutil.copytree(trained / "model", damaged)

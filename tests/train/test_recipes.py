@@ -115,7 +115,7 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
         (
             "ccq_gla_tiny --system.device cpu",
             2,
-            "options of how a run runs are called --runtime.device",
+            "this option is now --runtime.device",
         ),
         ("ccq_gla_tiny --model.key-size 0", 1, "model.key_size: expected at least 1, got 0"),
         ("ccq_gla_tiny --model.mixer glaa", 1, "Did you mean 'gla'?"),
@@ -246,7 +246,7 @@ def test_plan_of_another_gpu_is_marked_as_an_estimate(results, capsys):
     assert plan.plan("ccq_gla_1.3b", config, 8, "A100").speed.rate == 9_000
     with pytest.raises(SystemExit):
         cli.main(["plan", "ccq_gla_1.3b", "--gpu", "abacus"])
-    assert "nothing is known of ABACUS; expected one of B200, H200" in capsys.readouterr().err
+    assert "unknown GPU ABACUS: expected one of B200, H200" in capsys.readouterr().err
 
 
 def test_bench_shows_a_row_beside_its_control(capsys, monkeypatch):

@@ -288,7 +288,7 @@ def test_a_cut_provenance_is_told_and_does_not_stop_the_run(tmp_path, stopped, c
         shutil.copytree(stopped, run)
         (run / "provenance.json").write_text(content)
         assert train(config(), run) == 0
-        assert "provenance.json is damaged and begun anew" in capsys.readouterr().out
+        assert "provenance.json is damaged and started anew" in capsys.readouterr().out
         assert [part["step"] for part in json.loads((run / "provenance.json").read_text())] == [12]
 
 
@@ -393,7 +393,7 @@ def test_another_config_is_refused_by_the_field(tmp_path, changes, field):
 @pytest.mark.parametrize("name", ["log.jsonl", "provenance.json"])
 def test_what_is_no_run_is_not_written_over(tmp_path, name):
     (tmp_path / name).write_text("mine\n")
-    with pytest.raises(RunError, match=f"holds {name} and no config.json: take another --run-dir"):
+    with pytest.raises(RunError, match=f"holds {name} and no config.json: choose another --run-dir"):
         train(config(), tmp_path)
     assert (tmp_path / name).read_text() == "mine\n"
     assert {path.name for path in tmp_path.iterdir()} == {name, "lock"}

@@ -75,7 +75,7 @@ def test_the_report_and_the_export_agree_on_how_far_a_run_is(run, tmp_path):
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    with pytest.raises(RunError, match="holds no checkpoint that is whole"):
+    with pytest.raises(RunError, match="holds no complete checkpoint"):
         load_model(str(tmp_path))
 
 

@@ -365,7 +365,7 @@ def test_a_file_keeps_the_runs_of_earlier_calls(tmp_path, capsys):
     for other in (["--steps", "3"], ["--set", "model.num_hidden_layers=1"], ["--set", "data.batch=4"]):
         before = (tmp_path / "mqar_rows.json").read_bytes()
         assert call("rows", "--rows", "gla", "--rates", "0.01", *other) == 1
-        assert "mqar_rows.json has runs that were trained otherwise" in capsys.readouterr().err
+        assert "mqar_rows.json has runs with other settings" in capsys.readouterr().err
         assert (tmp_path / "mqar_rows.json").read_bytes() == before
     (tmp_path / "mqar_rows.json").write_bytes(before[:-100])
     assert call("rows", "--rows", "gla", "--rates", "0.01") == 1
@@ -427,7 +427,7 @@ def test_a_row_that_fails_or_dies_does_not_take_the_others_with_it(tmp_path, mon
         "gla": "RuntimeError: the kernel errs", "gla_unit": "its process died: was memory short?",
     }  # fmt: skip
     assert len(content["missing"]) == 2
-    assert "the same command goes on with them" in capfd.readouterr().out
+    assert "the same command resumes them" in capfd.readouterr().out
 
 
 def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):

@@ -318,7 +318,7 @@ def test_other_data_under_the_same_name_are_refused(tmp_path):
 
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
     path = write_shards(tmp_path / "shards", [documents(vocabulary=100)], vocab_size=100)
-    with pytest.raises(RunError, match=r"data.path: .* vocabulary of 100, and model.vocab_size is 64"):
+    with pytest.raises(RunError, match=r"data.path: .* vocabulary of 100, but model.vocab_size is 64"):
         train(small("gla", path=path), tmp_path / "run")
 
 
@@ -553,7 +553,7 @@ def test_no_export_into_a_run(text_run, tmp_path, capsys, force):
     for target in (text_run[1], other):
         before = files_of(target)
         assert cli.main(["export", str(text_run[1]), str(target), *force]) == 1
-        assert f"{target} is a run of `ccq train`, which stays as it is" in capsys.readouterr().err
+        assert f"{target} is a run of `ccq train`, which is not overwritten" in capsys.readouterr().err
         assert files_of(target) == before
 
 

@@ -1,4 +1,4 @@
-"""`ccq convert SRC DST`: checkpoints of flash-linear-attention into ours, with cleaning if wanted, and back.
+"""`ccq convert SRC DST`: convert checkpoints from and to flash-linear-attention, and add cleaning.
 
 Both sides have the same layers, so a checkpoint is renamed, not computed: what can go wrong is a config that means
 another function, and a tensor that is not what its name says. Options that our layers do not have are refused by name;
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ccq.files import ADAPTER_FILES, MODEL_FILES, TOKENIZER_FILES, check_free, whole_folder
+from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
@@ -41,7 +41,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that w
 GATE_INIT = 0.01  # where the paper starts its gates
 
 WEIGHT_FILES = re.compile(r"\.(safetensors|bin)(\.index\.json)?$")
-COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files beside the weights that go along
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -198,6 +197,8 @@ def convert(
         raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: there is no such folder")
+    if is_run(str(source)):
+        raise ValueError(f"{source} is a run: expected a model, such as `ccq export {source} OUT` makes")
     check_free(target, force)
     if target.resolve() == source.resolve():
         raise ValueError(f"target: expected another folder than the source, got {target}")
@@ -284,7 +285,8 @@ def _naming(place: Path) -> Iterator[None]:
 
 def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     copied, left = [], []
-    for file in sorted(source.iterdir()):
+    beside = {*source.iterdir(), *tokenizer_folder(source).iterdir()}  # shipped models share a tokenizer
+    for file in sorted(beside, key=lambda file: file.name):
         if file.name in COMPANIONS and file.is_file():
             shutil.copyfile(file, target / file.name)
             copied.append(file.name)
@@ -296,9 +298,11 @@ def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq convert", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "source", metavar="SRC", help="folder of a checkpoint, or a name on the Hub such as fla-hub/gla-1.3B-100B"
+        "source",
+        metavar="SRC",
+        help="a folder, a shipped model (gla-pico), or a name on the Hub (fla-hub/gla-1.3B-100B)",
     )
-    parser.add_argument("target", metavar="DST", help="folder to make")
+    parser.add_argument("target", metavar="DST", help="folder to write")
     parser.add_argument("--clean", action="store_true", help="add cleaning to every layer")
     parser.add_argument(
         "--gate-init",

@@ -188,7 +188,7 @@ def our_config(raw: dict[str, Any]) -> tuple[CCQConfig, list[str]]:
             near = nearest(name, (*family.reads, *family.only))
             refused.append(f"{name}: {family.architecture} of fla has no such option, got {value!r}.{near}")
     if refused:
-        raise ValueError("our layers cannot be this model:" + lines(refused))
+        raise ValueError("our layers cannot represent this model:" + lines(refused))
     taken = {name: options[name] for name in _DECODER} | {ours: options[name] for ours, name in family.same.items()}
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     config = CCQConfig(**{**taken, **family.options(options)}, mixer=family.mixer, dtype=dtype)
@@ -230,7 +230,7 @@ def fla_config(config: CCQConfig) -> tuple[str, dict[str, Any]]:
     if "intermediate_size" in family.reads and config.intermediate_size is None:
         refused.append("intermediate_size: expected a size, got None (fla's layers have an MLP)")
     if refused:
-        raise ValueError(f"{family.architecture} of fla cannot be this model:" + lines(refused))
+        raise ValueError(f"{family.architecture} of fla cannot represent this model:" + lines(refused))
     return model_type, {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -244,7 +244,7 @@ def fla_config(config: CCQConfig) -> tuple[str, dict[str, Any]]:
 def cleaned(config: CCQConfig, gate_init: float) -> CCQConfig:
     """The config with cleaning; weights that were trained without unit q and k keep them as they are."""
     if config.clean:
-        raise ValueError("clean: the model has cleaning already")
+        raise ValueError("clean: the model already has cleaning")
     config = copy.deepcopy(config)
     config.clean, config.gate_init = True, gate_init
     config.normalize = "unit" if config.unit_qk else "stats"

@@ -227,7 +227,7 @@ def _reference(q, k, lam, how, log_decay, state, cu_seqlens):
 def _step(q, k, lam, state, how, log_decay, inplace, backend):
     """What reference.step returns, of arguments that are checked."""
     if state is None:
-        raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) begins a sequence")
+        raise TypeError("state: expected a CovarianceState, got None; CovarianceState.zeros(...) starts a sequence")
     check_call(q, k, lam, state, None, how, backend, tokens=False)
     lam = torch.ones_like(q[..., 0]) if lam is None else lam
     if inplace and log_decay is not None:
