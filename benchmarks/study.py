@@ -113,9 +113,7 @@ def runs() -> list[Run]:
     """All, in the order of the rows."""
     found = [Run(path) for place in (RUNS, RUNS / "earlier") for path in place.glob("*-seed*")]
     place = {name: at for at, name in enumerate(ROWS)}
-    order = [
-        (place.get(r.identity.system, len(ROWS)), r.identity.system, r.identity.seed, not r.counts) for r in found
-    ]
+    order = [(place.get(r.identity.system, len(ROWS)), r.identity.system, r.identity.seed, not r.counts) for r in found]
     return [run for _, run in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 

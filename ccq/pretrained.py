@@ -17,7 +17,7 @@ from ccq.shipped import ModelError, locate, names, tokenizer_folder
 
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files that belong to a model beside its weights
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-DOWNLOADED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+DOWNLOADED = ("config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS)
 
 
 class NoTokenizerError(ModelError):

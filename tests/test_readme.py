@@ -65,7 +65,7 @@ def found_at_4k(row):
 
 
 def studied(row):
-    """Perplexity in the study, the mean of three seeds, and needles at 4K, the mean of those that were asked for them."""
+    """In the study: perplexity, the mean of three seeds, and needles at 4K, the mean of those that were asked."""
     found = [STUDY.Run(STUDY.RUNS / f"{row}-seed{seed}") for seed in (0, 1, 2)]
     asked = [at_4k(scores) for x in found if (scores := x.scores("niah")) is not None]
     assert len(asked) == 2

@@ -60,8 +60,8 @@ def test_sentences_of_the_page_hold():
 
 @pytest.mark.parametrize("path", sorted(STUDY.RUNS.glob("*-seed*")), ids=lambda path: path.name)
 def test_a_run_is_what_the_plan_says(path):
-    """100M tokens, the rate that its row chose, and the twelve needle settings where it was asked for them; its line has
-    its own numbers."""
+    """100M tokens, the rate that its row chose, and the twelve needle settings where it was asked; its line has its own
+    numbers."""
     config = json.loads((path / "config.json").read_text())
     identity, recipe = config["identity"], path.name.rpartition("-seed")[0]
     assert identity["tokens"] == pytest.approx(100e6, rel=1e-3)

@@ -32,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens per shard (default: %(default)s)")
     prepare.add_argument("--skip", type=int, default=0, metavar="N", help="skip the first N documents")
     prepare.add_argument("--max-tokens", type=size, help="stop after the document that reaches this (10M, 15G)")
-    prepare.add_argument("--needles", type=float, metavar="SHARE", help="share of needle documents to add, such as 0.05")
+    prepare.add_argument(
+        "--needles", type=float, metavar="SHARE", help="share of needle documents to add, such as 0.05"
+    )
     prepare.add_argument("--needle-forms", nargs="+", metavar="FORM", help="ruler, note, register (default: all)")
     prepare.add_argument("--needle-seed", type=int, default=0)
     prepare.add_argument(

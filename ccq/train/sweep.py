@@ -249,8 +249,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--decays", type=float, nargs="+", help="weight decays (default: the recipe's, MAD's two)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds (default: 0 for rows, 1 2 3 for seeds)")
     parser.add_argument("--steps", type=int, help="training steps (2000 for rows, 10000 for seeds; mad: 20000)")
-    parser.add_argument("--workers", type=int, default=4, help="number of processes (default: %(default)s; 0: this process)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this many minutes and keep finished runs")
+    parser.add_argument(
+        "--workers", type=int, default=4, help="number of processes (default: %(default)s; 0: this process)"
+    )
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes and keep finished runs")
     parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu; none: a GPU if there is one")
     parser.add_argument("--no-capture", action="store_true", help="launch each kernel, without CUDA graphs")

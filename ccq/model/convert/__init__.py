@@ -33,7 +33,8 @@ from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleane
 from ccq.model.decoder import CCQForCausalLM
 from ccq.names import grouped as names_grouped
 from ccq.names import nearest
-from ccq.pretrained import located
+from ccq.pretrained import COMPANIONS, is_run, located
+from ccq.shipped import tokenizer_folder
 from ccq.systems import Identity
 
 WEIGHTS = "model.safetensors"
