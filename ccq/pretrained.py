@@ -225,8 +225,9 @@ def hub_or_cache() -> Iterator[str | None]:
 
     def set_offline(offline: bool) -> None:
         constants.HF_HUB_OFFLINE = offline
-        if "datasets" in sys.modules:  # it copies the constant when it is imported
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = offline
+        copied = getattr(sys.modules.get("datasets"), "config", None)  # made when it is imported
+        if copied is not None:
+            copied.HF_HUB_OFFLINE = offline
 
     before = constants.HF_HUB_OFFLINE
     if before:

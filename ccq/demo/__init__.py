@@ -108,7 +108,7 @@ def label(system: str) -> str:
 
 def plan(settings: Settings) -> list[Step]:
     """The steps in their order. Only models that ship are asked."""
-    title = "A needle among distractors: one read, constructed"
+    title = "A constructed example: one read of a needle among distractors"
     steps = [Step("regimes", title, 5, (f"regimes {{out}} {settings.seed}",))]
     # The tiny recipe with one layer that has a short convolution: it binds a key to its value from the first steps, so
     # that recall is learned in half a minute.
@@ -219,7 +219,7 @@ def run(settings: Settings, fresh: bool = False) -> int:
             so_far, to_go = duration(time.perf_counter() - begin), duration(max(0, left))
             say(f"{head} ({so_far} so far, about {to_go} to go on two cores)", style="bold")
             if wrong := damaged(out / step.folder):
-                say(f"{wrong} is damaged: this part is made anew")
+                say(f"{wrong} is damaged: making this part again")
             if record.pop(step.folder, step.decides) != step.decides or wrong:  # made with other settings
                 remove(out / step.folder)
                 write_json(out / STATE, {"steps": record})

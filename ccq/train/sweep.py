@@ -254,18 +254,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes and keep finished runs")
     parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
-    parser.add_argument("--device", help="cuda or cpu; none: a GPU if there is one")
-    parser.add_argument("--no-capture", action="store_true", help="launch each kernel, without CUDA graphs")
-    parser.add_argument(
-        "--rates-from", type=Path, help="for seeds: result that chose the rates (default: OUT/TASK_rows.json)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=4, help="number of processes; 0: this process (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=1e6, help="stop after so many minutes and keep what is finished"
-    )
-    parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--no-capture", action="store_true", help="do not use CUDA graphs")
     parser.add_argument(

@@ -105,5 +105,5 @@ def test_impossible_numbers_are_refused(variants, sentences, named):
 
 
 def test_a_tokenizer_that_does_not_know_where_tokens_stand_is_refused():
-    with pytest.raises(AnalysisError, match="tokenizer: expected a fast one"):
+    with pytest.raises(AnalysisError, match="tokenizer: expected a fast tokenizer"):
         tokenize(make_prompts(3)[0], None)

@@ -120,7 +120,7 @@ def test_a_result_or_run_without_identity_is_named_and_left_out(tmp_path):
     found = collect([tmp_path])
     assert found.sources == []
     for name in ("run/config.json", "other/niah.json"):
-        assert any(note.startswith(f"{name} lacks what it should have and is left out") for note in found.notices())
+        assert any(note.startswith(f"{name} is incomplete and left out") for note in found.notices())
 
 
 def test_a_model_that_ships_is_not_the_run_of_its_name(tmp_path):

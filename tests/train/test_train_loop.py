@@ -232,7 +232,7 @@ def test_a_few_such_steps_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
     with pytest.raises(RunError, match=r"3 steps in a row were not finite.*is .*step-00000010\.") as stopped:
         train(small("gla", patience=3), tmp_path)
     assert "loss nan" in str(stopped.value)
-    assert "step 7 is skipped" in capsys.readouterr().out
+    assert "step 7 skipped" in capsys.readouterr().out
     rows = log_of(tmp_path)  # valid JSON, though there were NaNs
     assert [row["step"] for row in rows if "skipped" in row] == [7, 9, 13, 14, 15]
     assert names(tmp_path)[-1] == 10

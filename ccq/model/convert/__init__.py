@@ -50,7 +50,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     for file in weight_files(folder):
         for name, tensor in (_safetensors(file) if file.suffix == ".safetensors" else _pickled(file)).items():
             if name in tensors:
-                raise ValueError(f"{file.name}: {name} is in another file too")
+                raise ValueError(f"{file.name}: {name} is also in another file")
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{file.name}: {name} is of {tensor.dtype}; expected {' or '.join(map(str, DTYPES))}")
             tensors[name] = tensor
@@ -91,7 +91,7 @@ def _pickled(file: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise OSError(f"{file}: damaged, or more than tensors is in it ({str(error).splitlines()[0]})") from error
+        raise OSError(f"{file}: damaged, or it contains more than tensors ({str(error).splitlines()[0]})") from error
     if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"{file}: expected tensors by name")
     return loaded
