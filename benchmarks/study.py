@@ -46,6 +46,7 @@ CLAIMS = (
     ("S11", "perplexity", "best", "gla-other-head"),
     ("S12", "perplexity", "best", "ccq-gla-free-scale"),
 )
+DECIDE = {"S1", "S2", "S3", "S7", "S8", "S9", "S10"}  # marked D on the page: five seeds, the others three
 BETTER = {"perplexity": LOWER, "needles": HIGHER}
 
 
@@ -200,7 +201,9 @@ def claims_table(found: list[Run]) -> str:
         bounds = (
             "-" if v.interval is None else f"{sum(v.interval) / 2:+.2f} [{v.interval[0]:+.2f}, {v.interval[1]:+.2f}]"
         )
-        rows.append([v.name, each, bounds, "-" if v.p is None else f"{v.p:.2f}", v.verdict])
+        have, planned = len(v.differences), 5 if v.name in DECIDE else LEAST_SEEDS
+        verdict = f"{v.verdict} ({have} of {planned} seeds)" if v.verdict == FEW else v.verdict
+        rows.append([v.name, each, bounds, "-" if v.p is None else f"{v.p:.2f}", verdict])
     return table("| claim | row minus control, by seed | mean, 95% interval | p | verdict |", rows)
 
 

@@ -51,6 +51,11 @@ def test_tables_of_the_page_are_made_from_the_files():
     assert {place["name"] for place in STUDY.PLACE.finditer(PAGE)} == {"runs", "claims", "sweep"}
 
 
+def test_five_seeds_are_planned_where_the_page_says_d():
+    marked = re.findall(r"^\| (S\d+)\. .* \| D \|", PAGE, re.MULTILINE)
+    assert set(marked) == STUDY.DECIDE
+
+
 def test_sentences_of_the_page_hold():
     sentences = re.findall(r"<!-- holds: (.+?) -->", PAGE)
     assert len(sentences) >= 6
