@@ -88,7 +88,7 @@ def check_free(folder: Path, force: bool | None, ours: bool = False, older: str 
     if inside and not ours and not force:
         found = ", ".join(inside[:4]) + (f" and {len(inside) - 4} more" if len(inside) > 4 else "")
         raise FileExistsError(
-            f"{folder} is not empty, it holds {found}: expected a new folder, an empty one{older and f' or {older}'}. "
+            f"{folder} is not empty, it holds {found}: expected a new or an empty folder{older and f', or {older}'}. "
             f"Choose another{'' if force is None else ', or give --force to write there'}"
         )
 

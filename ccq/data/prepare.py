@@ -26,6 +26,7 @@ from ccq.data.shards import FORMAT, INDEX, VERSION, ShardWriter, check_shard, re
 from ccq.data.sources import PIECE, Inputs, Piece, Position
 from ccq.data.tokenizer import Encoder, load_tokenizer, tokenizer_hash, tokenizer_json, vocabulary
 from ccq.files import check_free, locked, write_json
+from ccq.names import plural
 
 Marked = tuple[Piece, Mixed | None]  # a piece, and how far the mixing went after it
 
@@ -234,7 +235,7 @@ def bar(size: int | None, shown: bool) -> Iterator[Callable[[int, dict[str, Any]
             if not due:  # a resumed run begins in the middle; the jump there is not its speed
                 progress.reset(task, completed=read)
             due = time.monotonic() + 0.1
-            text = f"{index['tokens'] / 1e6:,.1f}M tokens, {index['documents']:,} documents"
+            text = f"{index['tokens'] / 1e6:,.1f}M tokens, {plural(index['documents'], 'document')}"
             progress.update(task, completed=read, description=text)
 
         yield update

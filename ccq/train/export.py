@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder, write_json
 from ccq.train import RunError, folder
@@ -67,6 +68,7 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
     ours = run_of(out) == mark
     check_free(out, force, ours, older="one with an older export of this run")
     model, tokenizer, step = as_exported(run, step)
+    logging.disable_progress_bar()  # one line says it all
     if dtype is not None:
         model = model.to(DTYPES[dtype])
     model.config.dtype = next(p.dtype for p in model.parameters())

@@ -485,9 +485,7 @@ def files_of(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error"), KeyboardInterrupt]
-)
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error"), KeyboardInterrupt])
 def test_an_export_that_fails_leaves_what_was_there(text_run, tmp_path, capsys, monkeypatch, error):
     """Nothing where nothing was, and of an export before all of it: scripts take a folder for a finished one."""
     from ccq import cli
@@ -589,9 +587,8 @@ def test_an_export_takes_the_place_of_another_model_only_if_told_so(text_run, tm
 def test_validation_tokens_of_another_tokenizer_are_refused(tmp_path):
     for name, tokenizer in (("train", "a" * 64), ("valid", "b" * 64), ("same", "a" * 64)):
         write_shards(tmp_path / name, [[[1, 2, 3] * 20]], hash_=tokenizer)
-    with pytest.raises(
-        RunError, match=r"data.valid_path: expected tokens of the tokenizer of .*train, aaa.* got .*valid, bbb"
-    ):
+    told = r"data.valid_path: expected tokens of the tokenizer of .*train, aaa.* got .*valid, bbb"
+    with pytest.raises(RunError, match=told):
         train(small(steps=2, path=tmp_path / "train", valid_path=str(tmp_path / "valid")), tmp_path / "run")
     assert train(small(steps=2, path=tmp_path / "train", valid_path=str(tmp_path / "same")), tmp_path / "run") == 0
 
