@@ -75,7 +75,9 @@ def suites() -> dict[str, Suite]:
 
 def named(name: str) -> Suite:
     if name not in suites():
-        raise EvaluationError(f"unknown suite {name!r}.{nearest(name, tuple(suites()))}")
+        known = tuple(suites())
+        hint = nearest(name, known) or f" There are {', '.join(known)}."
+        raise EvaluationError(f"unknown suite {name!r}.{hint}")
     return suites()[name]
 
 
