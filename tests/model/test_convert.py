@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from ccq.model import CCQConfig, CCQForCausalLM
-from ccq.model.convert import convert
+from ccq.model.convert import convert, main
 from ccq.model.convert.families import FAMILIES, fla_config, our_config
 
 # The same function
@@ -277,6 +277,30 @@ def test_cleaning_a_checkpoint_of_ours(source, tmp_path):
     with pytest.raises(ValueError, match="clean: expected False, got True"):
         convert(tmp_path / "clean", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("model_type", ["gla", "gated_deltanet"])
+def test_cleaning_by_another_read(model_type, source, tmp_path, capsys):
+    read = {"step": "projected", "steps": 2, "covariance_decay": "learned"}
+    convert(source(model_type), tmp_path / "plain")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in read.items()]
+    assert main([str(tmp_path / "plain"), str(tmp_path / "clean"), "--clean", "--gate-init", "0.3", *options]) == 0
+    assert "step='projected', steps=2, covariance_decay='learned'" in capsys.readouterr().out
+    config = CCQConfig.from_pretrained(tmp_path / "clean")
+    assert {name: getattr(config, name) for name in read} == read
+    ids = tokens(2, 130, vocabulary=64)
+    ref = logits(tmp_path / "plain", ids)
+    model = CCQForCausalLM.from_pretrained(tmp_path / "clean").eval()
+    with torch.no_grad():
+        assert relative(ref, model(ids).logits) > 1e-3
+        for layer in model.model.layers:
+            layer.mixer.cleaner.intervention = lambda lam: lam * 0
+        assert relative(ref, model(ids).logits) < 1e-6
+    assert main([str(tmp_path / "plain"), str(tmp_path / "x"), "--clean", "--step", "projectd"]) == 1
+    assert "step: expected" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "plain"), str(tmp_path / "x"), "--step", "projected"])
+    assert "--step: expected --clean beside it" in capsys.readouterr().err
 
 
 def test_attention_cannot_be_cleaned(source, tmp_path):

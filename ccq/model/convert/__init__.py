@@ -40,6 +40,12 @@ from ccq.systems import Identity
 WEIGHTS = "model.safetensors"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that weights come in
 GATE_INIT = 0.01  # where the paper starts its gates
+CLEANING: tuple[tuple[str, type, str], ...] = (
+    ("gate_init", float, f"where lam starts, between 0 and 1 (default: {GATE_INIT})"),
+    ("step", str, "scaled, which is the paper's and the default, or projected"),
+    ("steps", int, "how often the step is taken (default: 1)"),
+    ("covariance_decay", str, "how the covariance forgets: none (the default), backbone or learned"),
+)
 
 WEIGHT_FILES = re.compile(r"\.(safetensors|bin)(\.index\.json)?$")
 
@@ -185,10 +191,12 @@ def convert(
     clean: bool = False,
     gate_init: float = GATE_INIT,
     force: bool = False,
+    **options: Any,
 ) -> Report:
     """Write the checkpoint in folder `source` in the other layout, fla's or ours, to folder `target`.
 
     `clean` adds cleaning, with lam = gate_init everywhere; a checkpoint of ours, which can get it too, stays ours.
+    `options` of the read are step, steps and covariance_decay, as in `CCQConfig`; without them it is the paper's.
 
     `target` must not exist, or be empty; with `force`, the model that is there gives way. It appears when all of it is
     written, or not at all.
@@ -220,7 +228,7 @@ def convert(
             config = CCQConfig.from_pretrained(source)
         else:
             config, ignored = our_config(raw)
-        result = cleaned(config, gate_init) if clean else config
+        result = cleaned(config, gate_init, options) if clean else config
         model_type, settings = fla_config(config) if to == "fla" else (None if ours else kind, {})
     with _naming(source):
         tensors = arrange(read(source), config, FAMILIES[model_type] if model_type else None, to)
@@ -305,20 +313,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("target", metavar="DST", help="folder to write")
     parser.add_argument("--clean", action="store_true", help="add cleaning to every layer")
-    parser.add_argument(
-        "--gate-init",
-        type=float,
-        metavar="LAM",
-        help=f"with --clean: where lam starts, between 0 and 1 (default: {GATE_INIT})",
-    )
+    for option, kind, help in CLEANING:
+        parser.add_argument(f"--{option.replace('_', '-')}", type=kind, help=f"with --clean: {help}")
     parser.add_argument("--force", action="store_true", help="replace another model in DST; its files are removed")
     arguments = parser.parse_args(argv)
-    if arguments.gate_init is not None and not arguments.clean:
-        parser.error("--gate-init: expected --clean beside it")
-    gate_init = GATE_INIT if arguments.gate_init is None else arguments.gate_init
+    given = {name: x for name, *_ in CLEANING if (x := getattr(arguments, name)) is not None}
+    if given and not arguments.clean:
+        parser.error(f"--{next(iter(given)).replace('_', '-')}: expected --clean beside it")
     try:
         source = located(arguments.source)
-        report = convert(source, arguments.target, arguments.clean, gate_init, arguments.force)
+        report = convert(source, arguments.target, arguments.clean, force=arguments.force, **given)
     except ValueError as error:
         print(f"ccq convert: {error}", file=sys.stderr)
         return 1
@@ -328,7 +332,8 @@ def main(argv: Sequence[str]) -> int:
         f"{report.parameters / 1e6:,.1f} million parameters"
     )
     if config.clean:
-        print(f"cleaned: lam starts at {config.gate_init:g}, normalize={config.normalize!r}")
+        said = [f"{name}={getattr(config, name)!r}" for name in ("normalize", "step", "steps", "covariance_decay")]
+        print(f"cleaned: lam starts at {config.gate_init:g}, {', '.join(said)}")
     for what, names in (
         ("ignored, for it does not change the function", report.ignored),
         ("copied", report.copied),

@@ -241,12 +241,14 @@ def fla_config(config: CCQConfig) -> tuple[str, dict[str, Any]]:
     }
 
 
-def cleaned(config: CCQConfig, gate_init: float) -> CCQConfig:
+def cleaned(config: CCQConfig, gate_init: float, options: dict[str, Any]) -> CCQConfig:
     """The config with cleaning; weights that were trained without unit q and k keep them as they are."""
     if config.clean:
         raise ValueError("clean: the model already has cleaning")
     config = copy.deepcopy(config)
     config.clean, config.gate_init = True, gate_init
     config.normalize = "unit" if config.unit_qk else "stats"
+    for name, value in options.items():
+        setattr(config, name, value)
     config.check()
     return config
