@@ -34,6 +34,13 @@ def last(system, seed):
     return run(system, seed).perplexity()
 
 
+def gain(system, read, seed):
+    """Tier 6: perplexity with a read put in, less that of the model trained on without it."""
+    name = system.replace("-", "_")
+    with_it, without = (STUDY.Run(STUDY.RUNS / "continued" / f"{name}-{x}-seed{seed}") for x in (read, "none"))
+    return with_it.perplexity() - without.perplexity()
+
+
 def tried(system, rate="2e-3"):
     """Perplexity of a run that chooses the rate."""
     return STUDY.Run(STUDY.RUNS / "sweep" / f"{system.replace('-', '_')}-{rate}").perplexity()
@@ -48,7 +55,7 @@ def speed(system):
 
 def test_tables_of_the_page_are_made_from_the_files():
     assert STUDY.filled(PAGE) == PAGE
-    assert {place["name"] for place in STUDY.PLACE.finditer(PAGE)} == {"runs", "claims", "sweep"}
+    assert {place["name"] for place in STUDY.PLACE.finditer(PAGE)} == {"runs", "claims", "sweep", "continued"}
 
 
 def test_five_seeds_are_planned_where_the_page_says_d():
@@ -72,14 +79,15 @@ def test_a_run_is_what_the_plan_says(path):
     assert identity["tokens"] == pytest.approx(100e6, rel=1e-3)
     assert config["model"]["conv_size"] == 4
     rates = {}
-    for tried in STUDY.RUNS.glob(f"sweep/{recipe}-[0-9]*"):
+    for tried in STUDY.searched(identity["system"]):
         rows = [json.loads(line) for line in read_text(tried / "log.jsonl").splitlines()]
         rates[float(tried.name.rpartition(f"{recipe}-")[2])] = [r["valid_loss"] for r in rows if "valid_loss" in r][-1]
     assert sorted(rates) == [1e-3, 2e-3, 4e-3]
     assert config["optimizer"]["lr"] == min(rates, key=rates.get)
+    table = STUDY.runs_table(STUDY.runs())
     rows = [json.loads(line) for line in read_text(path / "log.jsonl").splitlines()]
     perplexity = [row["valid_perplexity"] for row in rows if "valid_perplexity" in row][-1]
-    (line,) = re.findall(rf"^\| `{identity['system']}` \| {identity['seed']} \| .*$", PAGE, re.MULTILINE)
+    (line,) = re.findall(rf"^\| `{identity['system']}` \| {identity['seed']} \| .*$", table, re.MULTILINE)
     assert f"| {perplexity:.2f} |" in line
     needles = path / "eval" / "niah.json"
     if needles.exists():

@@ -70,8 +70,8 @@ def opened(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in attached(model).values():
-            layer.cleaner.gate_weight.normal_(generator=draw)
-            layer.cleaner.gate_bias.normal_(1.0, generator=draw)
+            for gate, mean in ((layer.cleaner.gate_weight, 0.0), (layer.cleaner.gate_bias, 1.0)):
+                gate.copy_(torch.empty(gate.shape).normal_(mean, generator=draw))
     return model
 
 

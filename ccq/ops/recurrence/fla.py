@@ -52,7 +52,7 @@ def mesa(q, k, v, g, beta, ridge, steps, initial_state, output_final_state, cu_s
     from fla.ops.mesa_net import chunk_mesa_net
 
     parts = (None, None) if initial_state is None else initial_state.split([k.shape[-1], v.shape[-1]], -1)
-    o, state = chunk_mesa_net(
+    o, *state = chunk_mesa_net(
         q, k, v, g.float(), beta.float(), ridge.float(),
         *(None if x is None else x.contiguous() for x in parts), output_final_state, steps,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
