@@ -87,7 +87,7 @@ def load_config(name: str) -> Any:
         from ccq.train.config import model_config, read, recall
 
         run = read(Path(where, "config.json"))
-        config = model_config(run.model)
+        config = load_config(str(run.init)) if run.foreign else model_config(run.model)
         config.identity, config.recall = asdict(run.identity), recall(run)
         return config
     if is_adapter(where):

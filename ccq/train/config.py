@@ -114,6 +114,7 @@ class Config:
     dtype: Literal["bf16", "fp32", "fp64"] = "fp32"  # of the computation; weights are kept in fp32 (fp64 for fp64)
     # the model whose weights and options the run begins with (folder, run or name); none: random weights
     init: str | None = None
+    foreign: bool = False  # that model is transformers' own, set by init: of `model` only the vocabulary counts
     train: str | None = None  # train only parameters whose name matches this, as 'cleaner|q_proj'; none: all
     # what the run is of; the run fills in what the other fields say
     identity: Identity = field(default_factory=Identity)
@@ -203,7 +204,9 @@ def identified(config: Config, needles: float | None = None) -> Config:
     The one place where a variant is made: of the options that differ from the registry's, and of words that were given.
     """
     told, data = config.identity, config.data
-    system, size, variant = recognise(dataclasses.asdict(config.model), told.system, told.size)
+    system, size, variant = told.system, "", ""
+    if not config.foreign:
+        system, size, variant = recognise(dataclasses.asdict(config.model), told.system, told.size)
     identity = dataclasses.replace(
         Identity().varied(*variant.split(", "), *other_data(config), *told.variant.split(", ")),
         system=system,
@@ -258,7 +261,7 @@ def tuples(value: Any) -> Any:
 
 # of the paths, the run compares what lies there; an identity follows from the other fields
 MAY_CHANGE = ("runtime.", "identity.", "data.path", "data.valid_path")
-LATER = ("init", "train", "optimizer.rates")  # which older runs have not: unset they change no hash of a run
+LATER = ("init", "foreign", "train", "optimizer.rates")  # which older runs have not: unset they change no hash of a run
 
 
 def fixed(config: Config) -> dict[str, Any]:

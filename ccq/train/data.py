@@ -18,6 +18,8 @@ from ccq.train.config import Config
 def train_source(config: Config, checksums: bool = True) -> Source:
     """What to train on; `checksums` reads every byte of it once."""
     data = config.data
+    if config.foreign and (data.source != "tokens" or data.reset):
+        raise RunError("init: a model of transformers trains on whole windows of text: --data.source tokens, no reset")
     if data.source != "tokens":
         return recall_source(config, data.slices, "train")
     if data.path is None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder, write_json
+from ccq.model import CCQForCausalLM
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import load, reason, steps_in
@@ -42,7 +43,9 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     assert step is not None
     tokens = config.identity.tokens or 0
     identity = dataclasses.replace(config.identity, tokens=tokens * step // config.steps)
-    model.config.identity, model.config.recall = dataclasses.asdict(identity), configs.recall(config)
+    model.config.identity = dataclasses.asdict(identity)
+    if not config.foreign:
+        model.config.recall = configs.recall(config)
     return model.eval(), step
 
 
@@ -79,7 +82,8 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
                 tokenizer.save_pretrained(partial)
             model.save_pretrained(partial)
             write_json(partial / ORIGIN, {"run": mark, "step": step})
-            if not ours or not (out / CARD).exists():  # one that somebody has written of this model stays
+            mine = isinstance(model, CCQForCausalLM)  # whom the card tells how to load
+            if mine and not (ours and (out / CARD).exists()):  # one that somebody has written of this model stays
                 shutil.copyfile(Path(__file__).with_name("card.md"), partial / CARD)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} could not be written: {reason(error)}") from error

@@ -1,7 +1,8 @@
 """Begin a run with the weights of a model: an export, a from_pretrained folder, a name that ships or on the Hub, a run.
 
 The model's options come from it, the recipe gives data and schedule. Each rank reads its own slices. What the model has
-and the file has not, such as the gates that `--model.clean` adds, starts as configured.
+and the file has not, such as the gates that `--model.clean` adds, starts as configured. A model of transformers, with
+cleaning attached or without, is loaded whole, in one process.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from ccq.train.world import World
 
 def begun_from(name: str, config: Config, run: Path) -> Config:
     """The recipe's config with the model of `name`; of a run that has begun so, with what it took: nothing is read."""
-    if (run / folder.CONFIG).exists() and (before := configs.read(run / folder.CONFIG)).init == name:
-        return dataclasses.replace(config, init=name, model=before.model, identity=before.identity)
+    place = Path(name).expanduser()
+    whole = str(place.resolve()) if place.exists() else name  # a foreign model is loaded again, from anywhere
+    if (run / folder.CONFIG).exists() and (before := configs.read(run / folder.CONFIG)).init in (name, whole):
+        taken = {field: getattr(before, field) for field in ("init", "foreign", "model", "identity")}
+        return dataclasses.replace(config, **taken)
     found = load_config(name)
     if not isinstance(found, CCQConfig):
-        raise RunError(
-            f"init: {name} is a {type(found).__name__}: `ccq convert` converts fla's models to ours, and transformers' "
-            "Trainer trains others with cleaning attached (docs/attach.md)"
-        )
+        identity = dataclasses.replace(config.identity, system=place.name).varied(f"begun from {found.model_type}")
+        model = dataclasses.replace(config.model, vocab_size=found.get_text_config().vocab_size)
+        return dataclasses.replace(config, init=whole, foreign=True, model=model, identity=identity)
     model = ModelOptions(**{field.name: getattr(found, field.name) for field in dataclasses.fields(ModelOptions)})
     before_it = Identity(**found.identity) if found.identity else Identity(Path(name).name)
     tokens = f" after {before_it.tokens:,} tokens" if before_it.tokens else ""

@@ -105,7 +105,9 @@ class Run:
         gated = any(cleaner.has_gate for cleaner in self.trainer.gates.cleaners)
         self.curve = pure_decay(config) if gated and config.init is None else None
         self.tokenizer = tokenizer_of(run) if config.runtime.sample_every else None
-        self.flops = info(model_config(config.model), longest(config)).train_flops  # of a token
+        self.flops: float | None = None  # of a token; nobody counts those of a foreign model
+        if not config.foreign:
+            self.flops = info(model_config(config.model), longest(config)).train_flops
         self.seen = self.seconds = self.timed = 0.0  # tokens, time and number of steps since the last line of the log
         self.first = True
 
@@ -141,14 +143,18 @@ class Run:
     def begin_from(self, name: str) -> None:
         from ccq.train.init import fill, other_tokenizer
 
-        fill(name, self.trainer.prepared.masters, self.world, self.log.say)
-        self.trainer.prepared.refresh()
+        if self.config.foreign:  # it came with its weights
+            self.log.say(f"weights of {name}")
+        else:
+            fill(name, self.trainer.prepared.masters, self.world, self.log.say)
+            self.trainer.prepared.refresh()
         if self.world.main and (warning := other_tokenizer(name, self.config)) is not None:
             self.log.say(warning)
 
     def headline(self) -> str:
         config = self.config
-        name = config.model.mixer + (" + CCQ" if config.model.clean else "")
+        name = type(self.trainer.model).__name__ if config.foreign else config.model.mixer
+        name += " + CCQ" if self.trainer.gates.cleaners else ""
         prepared = self.trainer.prepared
         parameters, trained = (sum(x.numel() for x in y.values()) for y in (prepared.masters, prepared.trained))
         some = "" if trained == parameters else f" ({trained:,} of them trained)"
@@ -208,7 +214,8 @@ class Run:
         }  # fmt: skip
         peak = peak_flops(self.world.device)
         if peak is not None:
-            values["mfu"] = rate * self.flops / peak
+            if self.flops is not None:
+                values["mfu"] = rate * self.flops / peak
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
         values |= self.trainer.gates.means(self.world)
         if self.curve is not None:

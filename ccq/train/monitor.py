@@ -20,6 +20,7 @@ from ccq.data.batches import IGNORE, Batch, Source
 from ccq.data.counter import key_of
 from ccq.data.recall import Recall
 from ccq.mixers import QueryCleaner
+from ccq.model import CCQForCausalLM
 from ccq.train.config import Config
 from ccq.train.world import World
 
@@ -40,6 +41,12 @@ def call(model: Any, batch: Batch, device: torch.device, **options: Any) -> Any:
     ids, labels = (x.to(device, non_blocking=True) for x in (batch.input_ids, batch.labels))
     if batch.positions is not None:
         total, scored = model.cross_entropy(at_positions(model, batch), labels.flatten())
+        return SimpleNamespace(loss=total / scored.clamp(min=1), scored=scored)
+    if not isinstance(model, CCQForCausalLM):  # our labels are the next tokens, which transformers' loss would shift
+        logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scored = (labels != IGNORE).sum()
+        total = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
         return SimpleNamespace(loss=total / scored.clamp(min=1), scored=scored)
     return model(ids, targets=labels, cu_seqlens=batch.cu_seqlens, use_cache=False, **options)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ccq.mixers.base import Owner
 from ccq.model import CCQForCausalLM
+from ccq.pretrained import load_model
 from ccq.train import RunError
 from ccq.train.config import Config, model_config
 from ccq.train.world import World
@@ -62,6 +63,8 @@ class Prepared:
 def make_model(config: Config, device: torch.device) -> CCQForCausalLM:
     """The model of a run at its start, in fp32 (fp64): the same on every rank, whatever their number."""
     full = torch.float64 if config.dtype == "fp64" else torch.float32
+    if config.foreign:
+        return load_model(str(config.init), device, full).train()
     before = torch.get_default_dtype()
     torch.set_default_dtype(full)
     try:
@@ -85,6 +88,8 @@ def freeze(model: nn.Module, pattern: str | None) -> None:
 
 def parallelize(model: CCQForCausalLM, config: Config, world: World) -> Prepared:
     """Apply what the config asks for; the model is changed in place."""
+    if config.foreign and (world.size > 1 or config.runtime.compile):
+        raise RunError("init: a model of transformers trains in one process and is not compiled; its Trainer does both")
     if config.runtime.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.runtime.compile:

@@ -74,7 +74,7 @@ class Trainer:
         # checkpointing asks the host for the state of the generators, compiled layers may have graphs of their own
         runtime = config.runtime
         self.captures = self.on_device and runtime.capture
-        self.captures &= not (runtime.activation_checkpointing or runtime.compile)
+        self.captures &= not (runtime.activation_checkpointing or runtime.compile or config.foreign)
         self.taken: Counter[tuple] = Counter()
         self.inputs: dict[tuple, list[Batch]] = {}  # by shapes: the memory that graphs read
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Found]] = {}
