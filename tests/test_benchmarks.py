@@ -2,6 +2,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,3 +96,27 @@ def test_the_script_of_training_on_works(monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of this process, for other tests
     module.main()
     assert re.search(r"seed 0: begun \d.*, gla \d.*, ccq-gla \d.*, gates alone \d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("system", results.FLA)
+def test_models_of_fla_have_the_options_of_ours(system):
+    """As many parameters, of the same shapes; the trainer scores the token that follows each but the last."""
+    pytest.importorskip("fla")
+    from ccq.bench.models import Foreign, of_fla
+    from ccq.model import CCQConfig, CCQForCausalLM
+
+    with torch.device("meta"):
+        theirs = of_fla(system, "nano")
+        ours = CCQForCausalLM(CCQConfig.preset(f"{results.FLA[system]}-nano"))
+    shapes = [sorted(tuple(x.shape) for x in model.parameters()) for model in (theirs, ours)]
+    assert shapes[0] == shapes[1]
+
+    ids, said = torch.arange(12).view(2, 6), []
+
+    class Recorder(torch.nn.Module):
+        def forward(self, ids, labels, use_cache):
+            said.append(labels[:, 1:])  # as fla shifts them
+            return SimpleNamespace(loss=torch.zeros(()))
+
+    Foreign(Recorder())(ids, targets=ids + 1, cu_seqlens=None, use_cache=False)
+    assert torch.equal(said[0], ids[:, :-1] + 1)

@@ -20,6 +20,7 @@ from ccq.provenance import provenance
 from ccq.systems import SYSTEMS, compared
 
 COMPARED = compared("ccq-gla", "ccq-gated-deltanet")
+FLA = {"fla-gla": "gla", "fla-gated-deltanet": "gated-deltanet"}  # flash-linear-attention's own models of these options
 OWN = Path("bench")  # beside the user
 _PACKAGED = Path(__file__).with_name("measured")  # what a wheel has of the repository's results
 WIDTH = 14  # of a column on the screen: a time and its ratio
@@ -96,22 +97,15 @@ def model_parser(kind: str, about: str | None, **options) -> argparse.ArgumentPa
 def run_models(args: argparse.Namespace, title: str, measure: Callable[..., dict]) -> int:
     """Benchmark every system: `measure(model, args)` gives its row, which is compared with the backbone's."""
 
+    from ccq.bench.models import random_model
+
     def rows() -> Iterator[dict]:
         for system in args.systems:
             row = {"system": system, "size": args.size, "B": args.batch, "dtype": "bfloat16"}
             yield row | measure(random_model(system, args.size), args)
             torch.cuda.empty_cache()
 
-    return run(args, title, rows(), lambda row: {"system": SYSTEMS[row["system"]].family})
-
-
-def random_model(system: str, size: str, **changes):
-    """A preset in bf16 on the GPU, with random weights."""
-    from ccq.model import CCQConfig, CCQForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}", **changes)).bfloat16().eval()
+    return run(args, title, rows(), lambda row: {"system": FLA.get(row["system"]) or SYSTEMS[row["system"]].family})
 
 
 def tokens(made, batch: int, length: int) -> torch.Tensor:
@@ -120,15 +114,15 @@ def tokens(made, batch: int, length: int) -> torch.Tensor:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """Names of systems with commas between, of recipes too.
+    """Names of systems with commas between, of recipes too, and of fla's models.
 
     >>> listed("gla,ccq_gla")
     ('gla', 'ccq-gla')
     """
     names = tuple(name.replace("_", "-") for name in text.split(","))
     for name in names:
-        if name not in SYSTEMS:
-            raise argparse.ArgumentTypeError(f"there is no {name!r}.{nearest(name, tuple(SYSTEMS))}")
+        if name not in SYSTEMS and name not in FLA:
+            raise argparse.ArgumentTypeError(f"there is no {name!r}.{nearest(name, (*SYSTEMS, *FLA))}")
     return names
 
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ccq.bench.results import COMPARED, NOTE, listed, make_parser, run, summarise
+from ccq.bench.results import COMPARED, FLA, NOTE, listed, make_parser, run, summarise
 from ccq.bench.tables import beside, changed, newest, noted, quoted
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
 from ccq.report.table import Block, Cell, Row, Table, marks, row_kind, scale_label
-from ccq.systems import SYSTEMS, recipe_name
+from ccq.systems import SYSTEMS
 
 
 def batch_of(tokens: int, length: int, vocabulary: int, step: int) -> Batch:
@@ -58,33 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
     args = parser.parse_args(argv)
+    if (args.compile or args.activation_checkpointing) and FLA.keys() & set(args.systems):
+        parser.error("--compile, --activation-checkpointing: fla's models are measured without them")
 
     def control(row: dict) -> dict:
-        return {"system": SYSTEMS[row["system"]].control, "length": row["length"]}
+        return {"system": FLA.get(row["system"]) or SYSTEMS[row["system"]].control, "length": row["length"]}
 
     options = {"compile": args.compile, "activation_checkpointing": args.activation_checkpointing}
     return run(args, "training steps of whole models", measured(args), control, **options)
 
 
 def measured(args) -> Iterator[dict]:
+    from ccq.bench.models import trainer_of
     from ccq.model.info import info
-    from ccq.recipes import recipe
     from ccq.train.config import model_config
     from ccq.train.gpus import peak_flops
-    from ccq.train.trainer import Trainer
     from ccq.train.world import join
 
     with join("cuda") as world:
         peak = peak_flops(world.device)
         for system in args.systems:
-            config = recipe(recipe_name(system, args.size))
-            config.runtime.compile = args.compile
-            config.runtime.activation_checkpointing = args.activation_checkpointing
-            trainer = Trainer(config, world)
+            how = {name: getattr(args, name) for name in ("compile", "activation_checkpointing")}
+            trainer = trainer_of(system, args.size, world, {}, **how)
             for length in map(int, args.lengths.split(",")):
                 row = {"system": system, "size": args.size, "length": length, "tokens": args.tokens, "dtype": "bf16"}
                 row |= measure(trainer, args.tokens, length, args.steps, args.warmup)
-                flops = info(model_config(config.model), length).train_flops
+                flops = info(model_config(trainer.config.model), length).train_flops
                 row["mfu"] = None if peak is None else row["tokens_per_second"] * flops / peak
                 yield row
             del trainer
@@ -127,6 +126,8 @@ def lengths_table(source: Source) -> Table:
 
     rows = []
     for system, size in dict.fromkeys((row["system"], row["size"]) for row in source.content["rows"]):
+        if system in FLA:
+            continue
         control = {"system": SYSTEMS[system].control}
         cells = [beside([source], shown, control, system=system, size=size, length=length) for length in lengths]
         rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))

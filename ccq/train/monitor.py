@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ccq.data.batches import IGNORE, Batch, Source
 from ccq.data.counter import key_of
@@ -42,7 +43,8 @@ def call(model: Any, batch: Batch, device: torch.device, **options: Any) -> Any:
     if batch.positions is not None:
         total, scored = model.cross_entropy(at_positions(model, batch), labels.flatten())
         return SimpleNamespace(loss=total / scored.clamp(min=1), scored=scored)
-    if not isinstance(model, CCQForCausalLM):  # our labels are the next tokens, which transformers' loss would shift
+    if isinstance(model, PreTrainedModel) and not isinstance(model, CCQForCausalLM):
+        # labels are the next tokens already, which its own loss would shift
         logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scored = (labels != IGNORE).sum()

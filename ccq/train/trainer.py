@@ -54,9 +54,9 @@ class Found(NamedTuple):
 class Trainer:
     """Weights, moments and the step, and how one step changes them."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: World, model: Any = None) -> None:
         self.config, self.world = config, world
-        model = make_model(config, world.device)
+        model = make_model(config, world.device) if model is None else model
         freeze(model, config.train)
         decay = decaying(model)
         self.prepared = parallelize(model, config, world)
