@@ -22,7 +22,8 @@ from ccq.ops import Gate
 BACKENDS = ("reference", "chunk")
 NORMALIZE = ("unit", "none", "stats")
 HALF = (torch.bfloat16, torch.float16)
-LAYERS = frozenset({"norm", "swiglu", "loss", "conv", "linear"})  # what choose.PLAIN takes kernels from, to compare
+# what choose.PLAIN takes kernels from, to compare
+LAYERS = frozenset({"norm", "gated_norm", "swiglu", "loss", "conv", "linear"})
 
 # Largest relative RMS error against the fp64 reference, by the dtype of the result.
 TOLERANCE = {

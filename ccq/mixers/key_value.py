@@ -132,6 +132,7 @@ class KeyValueMixer(RecurrentMixer):
         (self.feature_map_q, self.features), (self.feature_map_k, _) = make_feature_map(*maps), make_feature_map(*maps)
         self.cleaner = QueryCleaner(config, self.heads, self.key_size, self.features)
         self.g_proj: Any = None
+        self.o_norm: Any  # gated where there is a g_proj
         if not config.output_gate:
             self.o_norm = RMSNorm(self.value_size, config.norm_eps)
         elif self.low_rank_gate:
@@ -180,8 +181,9 @@ class KeyValueMixer(RecurrentMixer):
         return self.output(self.mix(raw, q, k, v, seqs, state, new, *self.gates(x, *written)), gate)
 
     def output(self, o: Float[Tensor, "*B H V"], gate: Float[Tensor, "*B HV"] | None) -> Float[Tensor, "*B D"]:
-        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (self.heads, -1)))
-        return self.o_proj(o.flatten(-2))
+        if gate is None:
+            return self.o_proj(self.o_norm(o).flatten(-2))
+        return self.o_norm.then(self.o_proj, o, gate.unflatten(-1, (self.heads, -1)))
 
     def mix(self, *arguments: Any) -> Float[Tensor, "*B H V"]:
         """What `QueryCleaner.mix` is asked, of a backbone whose memory is the one of `recurrence`."""

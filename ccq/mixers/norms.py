@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ccq.mixers.linear import bare
 from ccq.ops import precision
 from ccq.ops.choose import Call, choose
 from ccq.ops.precision import EPS, high
@@ -57,16 +58,16 @@ class GatedRMSNorm(RMSNorm):
         self.groups = groups
 
     def forward(self, x: Float[Tensor, "*B D"], gate: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:  # type: ignore[override]
-        if fused(x):
-            if self.gate_first or self.groups > 1:
+        if self.gate_first or self.groups > 1:
+            if fused(x):
                 from fla.modules.norm.layernorm_gated import rmsnorm_fn
 
                 options = {"group_size": x.shape[-1] // self.groups, "norm_before_gate": not self.gate_first}
                 return rmsnorm_fn(x, self.weight, None, z=gate, eps=self.eps, **options)
-            from fla.modules.norm.fused_norm_gate import rms_norm_gated
+        elif self.one_pass(x):
+            from ccq.mixers.passes import gated_norm  # imports Triton
 
-            activation = "sigmoid" if self.sigmoid else "swish"
-            return rms_norm_gated(x, gate, self.weight, None, activation=activation, eps=self.eps)
+            return gated_norm(x, gate, self.weight, self.eps, self.sigmoid)
         activate = torch.sigmoid if self.sigmoid else F.silu
         y, opened, weight = high(x), activate(high(gate)), high(self.weight)
         if self.gate_first:
@@ -76,6 +77,19 @@ class GatedRMSNorm(RMSNorm):
         if not self.gate_first:
             y = y * opened
         return y.to(x.dtype)
+
+    def one_pass(self, x: Tensor) -> bool:
+        return choose("gated_norm", Call(x.device, x.dtype)) == "passes"
+
+    def then(
+        self, linear: nn.Linear, x: Float[Tensor, "*B H D"], gate: Float[Tensor, "*B H D"]
+    ) -> Float[Tensor, "*B O"]:
+        """What the Linear makes of the heads, which a training step then need not keep."""
+        if bare(linear) and linear.bias is None and not (self.gate_first or self.groups > 1) and self.one_pass(x):
+            from ccq.mixers.passes import gated_norm  # imports Triton
+
+            return gated_norm(x, gate, self.weight, self.eps, self.sigmoid, linear.weight)
+        return linear(self(x, gate).flatten(-2))
 
 
 def unit(x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:

@@ -57,11 +57,11 @@ class SwiGLU(nn.Module):
 
             return self.down_proj(kernels.swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         gate, up = project(x, (self.gate_proj, self.up_proj))
-        if how == "fla":
-            from fla.modules.activations import swiglu, swiglu_linear
+        if how == "passes":
+            from ccq.mixers.passes import swiglu  # imports Triton
 
             if bare(self.down_proj):
-                return swiglu_linear(gate, up, self.down_proj.weight, None)
+                return swiglu(gate, up, self.down_proj.weight)
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(F.silu(gate) * up)
 

@@ -176,6 +176,12 @@ def fla_layers_refuse(call: Call) -> str | None:
     return fla_refuses(call)
 
 
+def passes_refuse(call: Call) -> str | None:
+    if torch.compiler.is_compiling():
+        return "a compiler fuses what plain PyTorch says by itself"
+    return triton_refuses(call)
+
+
 def gluon_conv_refuses(call: Call) -> str | None:
     if call.width not in (2, 3, 4):
         return "they take widths of 2 to 4"
@@ -217,6 +223,7 @@ CHUNK = Implementation("chunk", "chunkwise PyTorch, any device", backends=("chun
 KERNELS = Implementation("triton", "fused kernels", triton_refuses)
 HOPPER = Implementation("hopper", "fused kernels, the reads in Gluon; dk of a learned decay in Triton", hopper_refuses)
 LAYERS = Implementation("fla", "fla's fused kernels", fla_layers_refuse)
+PASSES = Implementation("passes", "one pass over memory each way", passes_refuse)
 FEW_ROWS = Implementation("triton", "one launch for the few rows of a decode step", few_rows_refuse)
 
 # slowest first; the first ones run everywhere
@@ -234,7 +241,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "decay": (TORCH, Implementation("triton", "one launch", unwatched_refuses)),
     "linear": (TORCH, FEW_ROWS),
     "norm": (TORCH, LAYERS),
-    "swiglu": (TORCH, LAYERS, FEW_ROWS),
+    "gated_norm": (TORCH, PASSES),
+    "swiglu": (TORCH, PASSES, FEW_ROWS),
     "loss": (TORCH, LAYERS),
 }
 # what these fall back to on a GPU is many times slower, so it is said; and a backend that cannot run them is an error

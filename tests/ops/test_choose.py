@@ -174,7 +174,7 @@ def test_few_rows_and_nobody_watching_is_what_our_linears_are_for(gpu, changed):
     gpu(9, 0)
     assert explain("linear", call())[0] == "triton"
     assert explain("linear", call(**changed))[0] == "torch"
-    assert explain("swiglu", call(**changed))[0] == "fla"
+    assert explain("swiglu", call(**changed))[0] == "passes"
 
 
 @pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off")

@@ -1,0 +1,174 @@
+"""SwiGLU and the gated norm in one pass each way, alone and before a Linear, against PyTorch's autograd in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TOLERANCE, assert_close
+from torch import nn
+
+from ccq.mixers import norms
+from ccq.mixers.norms import GatedRMSNorm
+from ccq.mixers.passes import gated_norm, swiglu
+
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def draw(*shape, seed, dtype, device):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(device, dtype).requires_grad_()
+
+
+def compare(ours, truth, inputs, d_out):
+    """Output and gradients of `ours` against those of `truth` on the same numbers in fp64."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, ref = ours(*inputs), truth(*exact)
+    assert out.dtype == inputs[0].dtype
+    got = torch.autograd.grad(out, inputs, d_out.to(out.dtype))
+    expected = torch.autograd.grad(ref, exact, d_out.to(out.dtype).double())
+    allowed = 3 * TOLERANCE[out.dtype]  # what is stored between is rounded too
+    for name, a, b in zip(
+        ["out", *(f"gradient {i}" for i in range(len(got)))], [ref, *expected], [out, *got], strict=True
+    ):
+        assert_close(name, a, b, allowed)
+
+
+def check_swiglu(shape, linear, dtype, device="cpu"):
+    inputs = [draw(*shape, seed=seed, dtype=dtype, device=device) for seed in (0, 1)]
+    width = shape[-1]
+    if linear:
+        weight = draw(24, shape[-1], seed=2, dtype=dtype, device=device)
+        inputs.append((weight.detach() * shape[-1] ** -0.5).requires_grad_())
+        width = 24
+    d_out = torch.randn(*shape[:-1], width, generator=torch.Generator().manual_seed(3)).to(device)
+
+    def truth(gate, up, weight=None):
+        z = F.silu(gate) * up
+        return z if weight is None else F.linear(z, weight)
+
+    compare(swiglu, truth, inputs, d_out)
+
+
+def check_norm(shape, linear, sigmoid, dtype, device="cpu"):
+    inputs = [draw(*shape, seed=seed, dtype=dtype, device=device) for seed in (0, 1)]
+    inputs.append(draw(shape[-1], seed=2, dtype=dtype, device=device))
+    width = shape[-2] * shape[-1]
+    if linear:
+        weight = draw(24, width, seed=3, dtype=dtype, device=device)
+        inputs.append((weight.detach() * width**-0.5).requires_grad_())
+    out_shape = (*shape[:-2], 24) if linear else shape
+    d_out = torch.randn(*out_shape, generator=torch.Generator().manual_seed(4)).to(device)
+
+    def ours(x, gate, weight, linear=None):
+        return gated_norm(x, gate, weight, 1e-5, sigmoid, linear)
+
+    def truth(x, gate, weight, linear=None):
+        y = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+        y = y * (gate.sigmoid() if sigmoid else F.silu(gate))
+        return y if linear is None else F.linear(y.flatten(-2), linear)
+
+    compare(ours, truth, inputs, d_out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 20), (1, 1, 1), (4, 16, 64), (3, 700)], ids=str)
+def test_swiglu(shape, linear, dtype):
+    check_swiglu(shape, linear, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 20), (1, 1, 1, 7), (3, 40, 2, 64), (2, 2, 600)], ids=str)
+def test_gated_norm(shape, linear, sigmoid, dtype):
+    check_norm(shape, linear, sigmoid, dtype)
+
+
+def test_programs_that_share_many_rows(monkeypatch):
+    """More rows than programs take in one go, and a last program whose rows end in the middle of it."""
+    monkeypatch.setattr("ccq.mixers.passes.PROGRAMS", 3)
+    monkeypatch.setattr("ccq.mixers.passes.BLOCK", 64)
+    check_norm((1, 37, 2, 16), True, False, torch.float32)
+
+
+def test_a_frozen_linear_gets_no_gradient():
+    for ours, inputs, weight in (
+        (swiglu, [draw(2, 3, 8, seed=s, dtype=torch.float32, device="cpu") for s in (0, 1)], torch.randn(4, 8)),
+        (
+            lambda x, gate, linear: gated_norm(x, gate, torch.ones(8), 1e-6, linear=linear),
+            [draw(2, 3, 8, seed=s, dtype=torch.float32, device="cpu") for s in (0, 1)],
+            torch.randn(4, 24),
+        ),
+    ):
+        alone = torch.autograd.grad(ours(*inputs, weight).sum(), inputs)
+        beside = torch.autograd.grad(ours(*inputs, weight.requires_grad_()).sum(), [*inputs, weight])
+        assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=False))
+
+
+def test_what_is_not_dense_is_read_right():
+    wide = draw(4, 6, 32, seed=0, dtype=torch.float32, device="cpu")
+    gate, up = wide.chunk(2, -1)
+    assert_close("swiglu", F.silu(gate.double()) * up.double(), swiglu(gate, up), TOLERANCE[torch.float32])
+    y = gated_norm(gate.transpose(0, 1), up.transpose(0, 1), torch.ones(16), 1e-6)
+    x = gate.double().transpose(0, 1)
+    truth = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * F.silu(up.double().transpose(0, 1))
+    assert_close("norm", truth, y, TOLERANCE[torch.float32])
+
+
+def test_less_is_kept_for_the_backward():
+    """What is given, and not what the Linear sees."""
+    kept = []
+    x, gate = (draw(2, 50, 4, 16, seed=s, dtype=torch.float32, device="cpu") for s in (0, 1))
+    norm, linear = nn.Parameter(torch.ones(16)), nn.Parameter(torch.randn(8, 64))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gated_norm(x, gate, norm, 1e-6, linear=linear)
+        swiglu(x, gate, nn.Parameter(torch.randn(8, 16)))
+    given = {t.data_ptr() for t in (x, gate, norm, linear)}
+    large = [t for t in kept if t.numel() >= x.numel()]
+    assert len(large) == 4
+    assert {t.data_ptr() for t in large} <= given
+
+
+@pytest.mark.parametrize("kind", ["hook", "another forward", "bias"])
+def test_the_linear_is_called_where_somebody_looks(kind, monkeypatch):
+    norm, linear = GatedRMSNorm(6), nn.Linear(12, 5, bias=kind == "bias")
+    x, gate = torch.randn(2, 3, 2, 6), torch.randn(2, 3, 2, 6)
+    plain = linear(norm(x, gate).flatten(-2))
+    monkeypatch.setattr(norms, "choose", lambda *_: "passes")
+    torch.testing.assert_close(norm.then(linear, x, gate), plain)
+    if kind == "hook":
+        linear.register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif kind == "another forward":
+        forward = linear.forward
+        linear.forward = lambda x: 2 * forward(x)
+    torch.testing.assert_close(norm.then(linear, x, gate), plain if kind == "bias" else 2 * plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("linear", [False, True])
+def test_on_a_gpu(linear, dtype):
+    for shape in ((8, 512, 1408), (3, 77, 5), (2, 300, 5632)):
+        check_swiglu(shape, linear, dtype, "cuda")
+    for shape in ((2, 900, 6, 512), (2, 1000, 3, 256), (3, 7, 5, 100), (1, 1, 1, 64)):
+        for sigmoid in (False, True):
+            check_norm(shape, linear, sigmoid, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("linear", [False, True])
+def test_on_a_gpu_under_autocast(linear):
+    """fp32 weights and bf16 products, as transformers' Trainer runs a model."""
+    gate, up = (draw(4, 64, 96, seed=s, dtype=torch.bfloat16, device="cuda") for s in (0, 1))
+    weight = draw(32, 96, seed=2, dtype=torch.float32, device="cuda")
+    x, opened = (draw(4, 64, 3, 32, seed=s, dtype=torch.bfloat16, device="cuda") for s in (3, 4))
+    norm = draw(32, seed=5, dtype=torch.float32, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        outs = [
+            swiglu(gate, up, weight if linear else None),
+            gated_norm(x, opened, norm, 1e-6, False, weight if linear else None),
+        ]
+    wanted = [gate, up, x, opened, norm, *([weight] if linear else [])]
+    grads = torch.autograd.grad([out.float().square().sum() for out in outs], wanted)
+    assert all(g.dtype == t.dtype and g.isfinite().all() and g.any() for g, t in zip(grads, wanted, strict=True))
