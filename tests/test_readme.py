@@ -46,6 +46,13 @@ def trained(system):
     return measured("train", system, length=4096)["tokens_per_second"]
 
 
+def of_fla_run(system, what="tokens_per_second"):
+    """Of the training at 1.3B that fla's own models were measured in too."""
+    rows = json.loads((ROOT / "benchmarks" / "study" / "cost" / "train_fla_h200.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["system"] == system]
+    return row[what]
+
+
 def decoded(system):
     """Tokens a second of a graph step at 1.3B, batch 8."""
     return measured("decode", system)["step_tok_s"]

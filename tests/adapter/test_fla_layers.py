@@ -193,7 +193,7 @@ def test_whole_models_through_flas_kernels(kind):
         ccq.attach(model)
         close(closed(model)(ids, use_cache=False).logits, expected)
         cleaned = opened(model)(ids, use_cache=False).logits
-        assert (cleaned - expected).abs().mean() > 0.05 * expected.abs().mean()
+        assert (cleaned - expected).abs().mean() > 0.03 * expected.abs().mean()  # more than `close` allows
         first = model(ids[:, :150], use_cache=True)
         cache, steps = first.past_key_values, []
         for t in range(150, 200):

@@ -146,6 +146,7 @@ def test_the_linear_is_called_where_somebody_looks(kind, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # of autograd's thread, whose first call is a product
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("linear", [False, True])
 def test_on_a_gpu(linear, dtype):
@@ -157,6 +158,7 @@ def test_on_a_gpu(linear, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("linear", [False, True])
 def test_on_a_gpu_under_autocast(linear):
     """fp32 weights and bf16 products, as transformers' Trainer runs a model."""
