@@ -6,7 +6,8 @@
 #   ccq eval MODEL --suite niah --stage requests --sizing ruler --lengths 1024,2048,4096,8192 --limit 100 --keys odd
 #   ccq eval MODEL --suite length --stage requests --lengths 4096,16384 --limit 20      (both with --data, --out OUT)
 # The rate is the best of three after 25M tokens with seed 1000. SEED=sweep stops there. RATE=2e-3 skips the choice, and
-# REPEAT=1 runs a seed once more, beside the first. What is finished is not run again.
+# REPEAT=1 runs a seed once more, beside the first. TIER=400m trains for four epochs, TIER=micro a larger model; their
+# runs lie in OUT/400m and OUT/micro. What is finished is not run again.
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
@@ -34,9 +35,15 @@ def loss(lr):  # after the last step; null where the run diverged
 print(min(sys.argv[2:], key=loss))
 P
 )}
-run=$out/$row-seed$seed${REPEAT:+-repeat$REPEAT}
+run=$out/${TIER:+$TIER/}$row-seed$seed${REPEAT:+-repeat$REPEAT}
+size=nano
+case ${TIER:-} in
+  400m) common+=(--steps 12208 --optimizer.warmup 610) ;;
+  micro) size=micro rate=$(python3 -c "print(float('$rate') * 2 / 3)") ;;
+  ?*) echo "TIER: expected 400m or micro, got $TIER" >&2; exit 2 ;;
+esac
 if [ ! -f "$run/model/config.json" ]; then
-  $ccq train "${row}_nano" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" "${common[@]}" \
+  $ccq train "${row}_$size" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" "${common[@]}" \
     ${REPEAT:+--identity.repeat "$REPEAT"}
   $ccq export "$run" "$run/model" --dtype bf16
 fi

@@ -22,6 +22,7 @@ STUBS = ("ccq", "torchrun", "python", "python3", "cp", "make", "git")
 ARGUMENTS = {  # else DATA OUT
     "nano_row.sh": ["ccq_gla_conv", "0", "data/needles", "out"],
     "study_row.sh": ["ccq_gla", "0", "data", "out"],
+    "study_continue.sh": ["gla_unit", "0", "data", "out"],
     "recall_study.sh": ["out"],
 }
 BASH = shutil.which("bash")
@@ -100,6 +101,7 @@ def check(words, monkeypatch):
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         patch.setattr(command, "parse", parse)
         patch.setattr("ccq.train.plan.parse", parse)
+        patch.setattr("ccq.train.init.begun_from", lambda name, config, run: config)  # there is no model yet
         patch.setattr("torch.cuda.is_available", lambda: True)  # `ccq bench` asks before it parses
         try:
             raise SystemExit(cli.main(words))  # it went on, or an error was said
