@@ -6,8 +6,8 @@ does not grow with them.
 
 from __future__ import annotations
 
-import codecs
 import fnmatch
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -135,8 +135,12 @@ class Inputs:
         with opened(file.path) as (raw, content):
             if Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT:
                 if start == 0 and self._kept(file.name):
-                    blocks = ((text, behind + raw.tell()) for text in decoded(file, content))
-                    yield from in_pieces(file.name, blocks, Position(number, 1))
+                    text = io.TextIOWrapper(content, "utf-8-sig", newline="")  # never held whole
+                    blocks = ((block, behind + raw.tell()) for block in iter(lambda: text.read(PIECE), ""))
+                    try:
+                        yield from in_pieces(file.name, blocks, Position(number, 1))
+                    except UnicodeDecodeError as error:
+                        raise DataError(f"{file.path}: no UTF-8: {error}") from None
                 return
             for record, line in enumerate(content):
                 if record < start or not line.strip():
@@ -201,17 +205,6 @@ class Inputs:
                 if reason is None:
                     raise
                 raise DataError(f"--dataset {self.dataset}: the Hub cannot be reached ({reason})") from error
-
-
-def decoded(file: File, content: Any) -> Iterator[str]:
-    """The text of a file, never held whole."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    try:
-        while block := content.read(PIECE):
-            yield decoder.decode(block)
-        yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file.path}: no UTF-8: {error}") from None
 
 
 def in_pieces(id: str, blocks: Iterable[tuple[str, int]], next: Position) -> Iterator[Piece]:
