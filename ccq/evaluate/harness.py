@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ccq.evaluate import sources
-from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
 
@@ -171,7 +171,7 @@ def build(options, tokenizer) -> RequestSet:
 
     def record(asked: list[Tokens]) -> list[tuple[float, bool]]:
         for tokens, context in asked:
-            if (key := (context, tuple(tokens))) not in seen:
+            if (key := (context, *tokens)) not in seen:
                 seen.add(key)
                 builder.add(str(len(seen)), "score", tokens, context=context)
         return [(-1.0, False)] * len(asked)
@@ -195,8 +195,6 @@ def documents_of(told: dict, max_lengths: Sequence[int]) -> str:
 
 def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
     """Hand the answers to the harness; its scores, with our intervals and the paper's average."""
-    import numpy as np
-
     names, max_lengths = asked.settings["tasks"], asked.settings["max_lengths"]
     for option, given, made in (("tasks", options.tasks, names), ("max-length", options.max_lengths, max_lengths)):
         if given is not None and sorted(given) != sorted(made):
@@ -205,17 +203,14 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
                 f"{', '.join(map(str, given))}. Make it again with --stage requests"
             )
     options = options.but(limit=asked.settings["limit"])
-    known = {asked.key(request): answer for request, answer in zip(asked.requests, answers, strict=True)}
+    questions = [(request.context, *asked.of(request).tolist()) for request in asked.requests]
+    known = {question: (-sum(x["nll"]), x["greedy"]) for question, x in zip(questions, answers, strict=True)}
 
-    def look_up(questions: list[Tokens]) -> list[tuple[float, bool]]:
-        found = []
-        for tokens, context in questions:
-            request = Request("", "score", 0, len(tokens), context=context)
-            answer = known.get(RequestSet("lm", {}, np.asarray(tokens, np.int32), [request]).key(request))
-            if answer is None:
-                raise EvaluationError(OTHER_DATA)
-            found.append((-sum(answer["nll"]), answer["greedy"]))
-        return found
+    def look_up(asked_now: list[Tokens]) -> list[tuple[float, bool]]:
+        try:
+            return [known[context, *tokens] for tokens, context in asked_now]
+        except KeyError:
+            raise EvaluationError(OTHER_DATA) from None
 
     told = evaluate(adapter(tokenizer, max_lengths, look_up), options, names, max_lengths)
     made = documents_of(told, max_lengths)
