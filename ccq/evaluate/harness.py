@@ -250,6 +250,5 @@ SUITE = Suite(
     options=(max_lengths_option(",".join(map(str, MAX_LENGTHS))),),
     tasks=tuple(TASKS),
     data=tuple(task.stem for task in TASKS.values()),
-    packages=("lm_eval", "datasets"),
     axis=1,
 )

@@ -377,6 +377,5 @@ SUITE = Suite(
     ),
     tasks=tuple(KNOWN),
     data=("PaulGrahamEssays", "nltk_data"),
-    packages=("wonderwords",),
     axis=2,
 )
