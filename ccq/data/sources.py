@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ccq.data import DataError
 from ccq.files import DamagedError, unpacked
@@ -132,7 +132,9 @@ class Inputs:
         if file.name.endswith(PARQUET):
             yield from self._of_parquet(file, number, start, behind)
             return
-        with opened(file.path) as (raw, content):
+        with open(file.path, "rb") as raw, naming_damage(file.path, (DamagedError,)):
+            packed = {".zst": "zstd", ".gz": "gzip"}.get(file.path.suffix)
+            content = raw if packed is None else unpacked(raw, packed)
             if Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT:
                 if start == 0 and self._kept(file.name):
                     text = io.TextIOWrapper(content, "utf-8-sig", newline="")  # never held whole
@@ -228,14 +230,6 @@ def cut_before(text: str) -> int:
     """
     last = re.search(r"\s(?=\S)", text[::-1])
     return len(text) - 1 - last.start() if last else len(text)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
-    """The file itself, to tell how far it was read, and its content, unpacked."""
-    with open(path, "rb") as raw, naming_damage(path, (DamagedError,)):
-        packed = {".zst": "zstd", ".gz": "gzip"}.get(path.suffix)
-        yield raw, raw if packed is None else unpacked(raw, packed)
 
 
 @contextmanager
