@@ -10,37 +10,16 @@ import functools
 import hashlib
 import json
 import logging
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
 
-
-class Task(NamedTuple):
-    file: str  # the harness's
-    stem: str  # of the data file; its name says which split it is
-    fields: str
-    groups: dict[str, tuple[str, str]]  # {group: (metric, aggregate)}
-
-
-ACC, NORM = {"": ("acc", "mean")}, {"": ("acc_norm", "mean")}
-LAMBADA = ACC | {"/perplexity": ("perplexity", "perplexity")}
-WIKITEXT = {"/word_perplexity": ("word_perplexity", "perplexity")}
-TASKS = {
-    "piqa": Task("piqa/piqa", "piqa_val", "goal sol1 sol2 label", ACC),
-    "hellaswag": Task("hellaswag/hellaswag", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM),
-    "winogrande": Task("winogrande/default", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
-    "arc_easy": Task("arc/arc_easy", "arc_easy_test", "question choices answerKey", NORM),
-    "arc_challenge": Task("arc/arc_challenge", "arc_challenge_test", "question choices answerKey", NORM),
-    "social_iqa": Task("siqa/siqa", "social_iqa_val", "context question answerA answerB answerC label", ACC),
-    "boolq": Task("super_glue/boolq/default", "boolq_val", "passage question label", ACC),
-    "lambada_openai": Task("lambada/lambada_openai", "lambada_openai_test", "text", LAMBADA),
-    "wikitext": Task("wikitext/wikitext", "wikitext2_raw_test_pages", "page", WIKITEXT),
-}
+TASKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
 BOOLQ_NOTE = (
@@ -111,11 +90,11 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
     configs = []
     for name in names:
         task = TASKS[name]
-        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{task.file}.yaml")
+        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{task['file']}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
-            split = "validation" if task.stem.endswith("_val") else "test"
-            made = datasets.Dataset.from_list(sources.read(data, task.stem, task.fields.split())[:limit])
+            split = "validation" if task["data"].endswith("_val") else "test"
+            made = datasets.Dataset.from_list(sources.read(data, task["data"], task["fields"].split())[:limit])
             # the harness would process all documents each time it asks for them
             made = config.pop("process_docs", lambda documents: documents)(made)
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
@@ -220,8 +199,9 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     scores: dict[str, dict] = {}
     for task, samples in told["samples"].items():
         name, _, length = task.rpartition("_") if task.startswith("wikitext_") else (task, "", "")
-        for suffix, (metric, aggregate) in TASKS[name].groups.items():
-            group = f"{name}{'/' + length if length else ''}{suffix}"
+        for metric in TASKS[name]["metrics"]:
+            aggregate = "perplexity" if metric.endswith("perplexity") else "mean"
+            group = "/".join(filter(None, (name, length, metric if aggregate == "perplexity" else "")))
             mine = groups[group] = []
             for sample in samples:
                 row = {"id": f"{group}/{sample['doc_id']}", "group": group, "prompt_hash": sample["prompt_hash"]}
@@ -249,6 +229,6 @@ SUITE = Suite(
     metrics=metrics,
     options=(max_lengths_option(",".join(map(str, MAX_LENGTHS))),),
     tasks=tuple(TASKS),
-    data=tuple(task.stem for task in TASKS.values()),
+    data=tuple(task["data"] for task in TASKS.values()),
     axis=1,
 )
