@@ -159,12 +159,8 @@ class Needles:
     def keys(self, number: int, count: int) -> list[str]:
         adjectives, nouns = words()
         tries = bits(key_of("needle keys", self.seed), np.array([number]), 256)[0].reshape(-1, 2)
-        found: dict[str, None] = {}  # in order, each once; half of the tries are training keys
-        for a, n in tries.tolist():
-            key = f"{adjectives[a % len(adjectives)]}-{nouns[n % len(nouns)]}"
-            if is_training_key(key):
-                found[key] = None
-        return list(found)[:count]
+        made = (f"{adjectives[a % len(adjectives)]}-{nouns[n % len(nouns)]}" for a, n in tries.tolist())
+        return list(dict.fromkeys(filter(is_training_key, made)))[:count]  # each once; half of them are training keys
 
     def numbers(self, number: int, count: int) -> list[str]:
         """Seven digits; no two of all documents are the same, since a permutation deals them out."""
