@@ -6,7 +6,6 @@ With `--data DIR` a task's definition is the harness's own; only where its docum
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -98,8 +97,9 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
             # the harness would process all documents each time it asks for them
             made = config.pop("process_docs", lambda documents: documents)(made)
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
-            documents = functools.partial(given, {split: made})
-            config |= {"custom_dataset": documents, "dataset_path": "json", "dataset_name": None}
+            # called with metadata of the task, which these documents do not need
+            config["custom_dataset"] = lambda documents={split: made}, **_: documents
+            config |= {"dataset_path": "json", "dataset_name": None}
         if name == "wikitext":
             configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
         else:
@@ -108,11 +108,6 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 
 
 SPLITS = ("training_split", "validation_split", "test_split")
-
-
-def given(documents: dict, **_) -> dict:
-    """What the harness calls for a task's documents, with metadata that ours do not need."""
-    return documents
 
 
 def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> dict:
