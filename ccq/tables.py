@@ -1,8 +1,10 @@
-"""Tables on the screen."""
+"""Tables and progress on the screen."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def show(
@@ -20,3 +22,11 @@ def show(
         table.add_row(*map(str, row))
     console = Console()
     (console if console.is_terminal else Console(width=width)).print(table)
+
+
+def progress(name: str, work: float | None, unit: str, shown: bool = True) -> Any:
+    """A bar on stderr with the time left; where nobody watches, a line every 15 seconds."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    often = 0.2 if sys.stderr.isatty() else 15
+    return tqdm(total=work, desc=name, unit=unit, unit_scale=True, mininterval=often, disable=not shown)

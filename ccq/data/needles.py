@@ -27,19 +27,7 @@ from ccq.data.counter import bits, key_of, permute, uniform
 from ccq.data.sources import Inputs, Piece
 from ccq.names import nearest
 
-
-class Form(NamedTuple):
-    """How a needle is told and asked for; {kind} is number or uuid."""
-
-    preface: str
-    needle: str
-    question: str  # ends with the answer
-
-
-FORMS = {
-    name: Form(**told)
-    for name, told in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
-}
+FORMS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # {name: its texts}
 MOST = 4  # needles in a document
 SMALLEST, NUMBERS = 1_000_000, 9_000_000  # seven digits
 NOISE = "the grass is green. the sky is blue. the sun is yellow"  # of RULER's noise haystack
@@ -147,7 +135,8 @@ class Needles:
     def document(self, number: int, text: str, excluded: frozenset[int] = frozenset()) -> NeedleDocument | None:
         """Needle document `number` with a part of `text` as its haystack, or None where the text will not do."""
         draw = iter(uniform(key_of("needle", self.seed), np.array([number]), 8 + 3 * MOST)[0])
-        form = self.forms[int(next(draw) * len(self.forms))]
+        name = self.forms[int(next(draw) * len(self.forms))]
+        form = FORMS[name]
         kind = "number" if next(draw) < 0.75 and number < NUMBERS // 2 // MOST else "uuid"  # those never run out
         count = 1 + int(next(draw) * MOST)
         size = round(np.exp(np.interp(next(draw), (0, 1), np.log(self.length))))
@@ -160,22 +149,18 @@ class Needles:
             return None
         keys = self.keys(number, count)
         values = self.numbers(number, count) if kind == "number" else self.uuids(number, count)
-        told = [FORMS[form].needle.format(kind=kind, key=k, value=v) for k, v in zip(keys, values, strict=True)]
-        asked = [FORMS[form].question.format(kind=kind, key=k, value=v) for k, v in zip(keys, values, strict=True)]
+        told = [form["needle"].format(kind=kind, key=k, value=v) for k, v in zip(keys, values, strict=True)]
+        asked = [form["question"].format(kind=kind, key=k, value=v) for k, v in zip(keys, values, strict=True)]
         order = sorted(range(count), key=[next(draw) for _ in range(count)].__getitem__)
         context = hidden(haystack, told, [next(draw) for _ in range(count)])
-        whole = FORMS[form].preface.format(kind=kind) + context + "".join(asked[i] for i in order)
-        return NeedleDocument(whole, form, keys, values)
+        whole = form["preface"].format(kind=kind) + context + "".join(asked[i] for i in order)
+        return NeedleDocument(whole, name, keys, values)
 
     def keys(self, number: int, count: int) -> list[str]:
         adjectives, nouns = words()
         tries = bits(key_of("needle keys", self.seed), np.array([number]), 256)[0].reshape(-1, 2)
-        found: dict[str, None] = {}  # in order, each once; half of the tries are training keys
-        for a, n in tries.tolist():
-            key = f"{adjectives[a % len(adjectives)]}-{nouns[n % len(nouns)]}"
-            if is_training_key(key):
-                found[key] = None
-        return list(found)[:count]
+        made = (f"{adjectives[a % len(adjectives)]}-{nouns[n % len(nouns)]}" for a, n in tries.tolist())
+        return list(dict.fromkeys(filter(is_training_key, made)))[:count]  # each once; half of them are training keys
 
     def numbers(self, number: int, count: int) -> list[str]:
         """Seven digits; no two of all documents are the same, since a permutation deals them out."""

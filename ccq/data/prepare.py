@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import ccq
+from ccq import tables
 from ccq.data import DataError
 from ccq.data.needles import Mixed, Needles
 from ccq.data.shards import FORMAT, INDEX, VERSION, ShardWriter, check_shard, read_index, token_dtype
@@ -140,8 +139,11 @@ def write_shards(
         write_json(out / INDEX, index)
 
     try:
-        with bar(what.inputs.size() if progress else None, progress) as tell:
-            for (piece, after), ids in encoded(chunks(marked), encode, workers):
+        size, unit = what.inputs.size() if progress else None, " documents" if what.inputs.dataset else "B"
+        with tables.progress("preparing", size, unit, shown=progress) as bar:
+            for number, ((piece, after), ids) in enumerate(encoded(chunks(marked), encode, workers)):
+                if number == 0:  # a resumed run begins in the middle; the jump there is not its speed
+                    bar.initial = bar.n = bar.last_print_n = piece.read
                 if writer is None:
                     path = out / f"shard-{len(index['shards']):05d}.bin"
                     writer = ShardWriter(path, index["tokenizer"]["hash"], encode.dtype)
@@ -153,7 +155,9 @@ def write_shards(
                 for what_of in ("", "needle_") if piece.needle else ("",):
                     index[f"{what_of}tokens"] += len(ids) + piece.last
                     index[f"{what_of}documents"] += piece.last
-                tell(piece.read, index)
+                told = f"{index['tokens'] / 1e6:,.1f}M tokens, {plural(index['documents'], 'document')}"
+                bar.set_postfix_str(told, refresh=False)
+                bar.update(piece.read - bar.n)
                 if piece.last and after is not None:  # None: needle documents made of this one follow, in this shard
                     index["resume"] = {**piece.next._asdict(), "mixed": list(after)}
                     if what.max_tokens is not None and index["tokens"] >= what.max_tokens:
@@ -215,28 +219,3 @@ def encoded(
             yield from oldest()
     finally:
         threads.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def bar(size: int | None, shown: bool) -> Iterator[Callable[[int, dict[str, Any]], None]]:
-    """A progress bar with tokens, documents and the time left, to be told how much is read, and the index."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    due = 0.0
-    with Progress(*columns, TextColumn("left"), console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("preparing", total=size)
-
-        def update(read: int, index: dict[str, Any]) -> None:
-            nonlocal due
-            if time.monotonic() < due:  # ten times a second, however short the documents
-                return
-            if not due:  # a resumed run begins in the middle; the jump there is not its speed
-                progress.reset(task, completed=read)
-            due = time.monotonic() + 0.1
-            text = f"{index['tokens'] / 1e6:,.1f}M tokens, {plural(index['documents'], 'document')}"
-            progress.update(task, completed=read, description=text)
-
-        yield update
-        progress.update(task, completed=size)

@@ -6,15 +6,15 @@ does not grow with them.
 
 from __future__ import annotations
 
-import codecs
 import fnmatch
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ccq.data import DataError
 from ccq.files import DamagedError, unpacked
@@ -132,11 +132,17 @@ class Inputs:
         if file.name.endswith(PARQUET):
             yield from self._of_parquet(file, number, start, behind)
             return
-        with opened(file.path) as (raw, content):
+        with open(file.path, "rb") as raw, naming_damage(file.path, (DamagedError,)):
+            packed = {".zst": "zstd", ".gz": "gzip"}.get(file.path.suffix)
+            content = raw if packed is None else unpacked(raw, packed)
             if Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT:
                 if start == 0 and self._kept(file.name):
-                    blocks = ((text, behind + raw.tell()) for text in decoded(file, content))
-                    yield from in_pieces(file.name, blocks, Position(number, 1))
+                    text = io.TextIOWrapper(content, "utf-8-sig", newline="")  # never held whole
+                    blocks = ((block, behind + raw.tell()) for block in iter(lambda: text.read(PIECE), ""))
+                    try:
+                        yield from in_pieces(file.name, blocks, Position(number, 1))
+                    except UnicodeDecodeError as error:
+                        raise DataError(f"{file.path}: no UTF-8: {error}") from None
                 return
             for record, line in enumerate(content):
                 if record < start or not line.strip():
@@ -203,17 +209,6 @@ class Inputs:
                 raise DataError(f"--dataset {self.dataset}: the Hub cannot be reached ({reason})") from error
 
 
-def decoded(file: File, content: Any) -> Iterator[str]:
-    """The text of a file, never held whole."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    try:
-        while block := content.read(PIECE):
-            yield decoder.decode(block)
-        yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file.path}: no UTF-8: {error}") from None
-
-
 def in_pieces(id: str, blocks: Iterable[tuple[str, int]], next: Position) -> Iterator[Piece]:
     """A document out of blocks of text, each with how much is read after it."""
     rest, read = "", 0
@@ -235,14 +230,6 @@ def cut_before(text: str) -> int:
     """
     last = re.search(r"\s(?=\S)", text[::-1])
     return len(text) - 1 - last.start() if last else len(text)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
-    """The file itself, to tell how far it was read, and its content, unpacked."""
-    with open(path, "rb") as raw, naming_damage(path, (DamagedError,)):
-        packed = {".zst": "zstd", ".gz": "gzip"}.get(path.suffix)
-        yield raw, raw if packed is None else unpacked(raw, packed)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers,
 from ccq.files import finite, write_json
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
+from ccq.tables import progress
 
 __all__ = ["ContextWarning", "EvaluationError", "Options", "Suite", "evaluate", "suites"]
 
@@ -117,7 +118,7 @@ def ask(model, asked: RequestSet, responses: Responses, options: Options) -> Non
     keys = {id(request): key for key, request in todo.items()}
     waiting: list[dict] = []
     saved = time.perf_counter()
-    with results.progress(asked.suite, sum(map(work, todo.values()))) as bar:
+    with progress(asked.suite, sum(map(work, todo.values())), " tokens") as bar:
         try:
             for request, answer in engine.run(asked, list(todo.values())):
                 waiting.append({"key": keys[id(request)], "id": request.id, **answer})

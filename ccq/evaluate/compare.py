@@ -79,18 +79,13 @@ def paired(first: Sequence[dict], second: Sequence[dict], aggregate: str, seed: 
     return verdict([] if found is None else [found])
 
 
-def paired_average(groups: Sequence[str], first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
-    """Difference of an unweighted mean over groups, each resampled by itself."""
-    parts = [part(first.get(name, []), second.get(name, []), "mean", seed) for seed, name in enumerate(groups)]
+def difference(group: str, score: dict, first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
+    """Of a score of a result; of an average over groups, an unweighted mean, each is resampled by itself."""
+    if score["aggregate"] != "average":
+        return paired(first[group], second[group], score["aggregate"])
+    parts = [part(first.get(name, []), second.get(name, []), "mean", seed) for seed, name in enumerate(score["of"])]
     known = [found for found in parts if found is not None]
     return verdict(known) if len(known) == len(parts) else None
-
-
-def difference(group: str, score: dict, first: dict[str, list[dict]], second: dict[str, list[dict]]) -> dict | None:
-    """Of a score of a result, which may be an average over groups."""
-    if score["aggregate"] == "average":
-        return paired_average(score["of"], first, second)
-    return paired(first[group], second[group], score["aggregate"])
 
 
 def verdict(parts: Sequence[Part]) -> dict:

@@ -111,14 +111,20 @@ class Engine:
         length = inputs.shape[1]
         first, last = torch.tensor([(r.context - 1, r.length - 1) for r in batch]).T[..., None]
         wanted = (first <= torch.arange(length)) & (torch.arange(length) < last)
+        nll, right = torch.zeros(wanted.shape), torch.ones(wanted.shape, dtype=torch.bool)  # [B, T], on the CPU
         step = self.chunk if self.recurrent else length
-        found, cache = [], None
+        cache = None
         for begin in range(0, length, step):
             piece = slice(begin, begin + step)
             states, cache = self.states(inputs[:, piece], cache, keep=length > step)
             rows, columns = wanted[:, piece].nonzero(as_tuple=True)
-            found.append(self.losses(states, rows, columns, targets[:, piece][rows, columns]))
-        return scored(batch, found)
+            for logits, at in self.logits(states, rows, columns):
+                where = rows[at], begin + columns[at]
+                target = targets[where].to(self.device)
+                nll[where] = cross_entropy(logits, target, reduction="none").cpu()
+                right[where] = (logits.argmax(-1) == target).cpu()
+        each = zip(batch, nll, right, wanted, strict=True)
+        return [(r, {"nll": segments(losses[mine], r), "greedy": bool(hits.all())}) for r, losses, hits, mine in each]
 
     def states(self, inputs: Tensor, cache: Any = None, keep: bool = False) -> tuple[Tensor, Any]:
         """The body's states [B, T, D] (logits where model and head do not part), and the cache if `keep`."""
@@ -134,16 +140,6 @@ class Engine:
         limit = getattr(self.model.config, "max_position_embeddings", None) or length
         more = -length % 64 if self.device.type == "cuda" and length + 64 <= limit else 0
         return pad(inputs, (0, more))
-
-    def losses(self, states: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`rows`, -log p(target) in fp32, and whether the target is the likeliest, of states[rows, columns]; on the
-        CPU."""
-        nll, right = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
-        for logits, at in self.logits(states, rows, columns):
-            target = targets[at].to(self.device)
-            nll.append(cross_entropy(logits, target, reduction="none").cpu())
-            right.append((logits.argmax(-1) == target).cpu())
-        return rows, torch.cat(nll), torch.cat(right)
 
     def logits(self, states: Tensor, rows: Tensor, columns: Tensor) -> Iterable[tuple[Tensor, slice]]:
         """fp32 logits [n, V] of states[rows, columns], some rows at a time."""
@@ -197,14 +193,6 @@ def ids_of(asked: RequestSet, request: Request) -> Tensor:
 def output(out: Any) -> Tensor:
     """What a body, or a model without one, puts out at each position."""
     return out.last_hidden_state if hasattr(out, "last_hidden_state") else out.logits
-
-
-def scored(batch: list[Request], found: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Request, dict]]:
-    """The answers, of what `losses` gave for parts of the batch."""
-    rows, nll, right = (torch.cat(column) for column in zip(*found, strict=True))
-    order, counts = rows.argsort(stable=True), rows.bincount(minlength=len(batch)).tolist()
-    each = zip(batch, nll[order].split(counts), right[order].split(counts), strict=True)
-    return [(r, {"nll": segments(losses, r), "greedy": bool(hits.all())}) for r, losses, hits in each]
 
 
 def segments(losses: Tensor, request: Request) -> list[float]:

@@ -6,41 +6,19 @@ With `--data DIR` a task's definition is the harness's own; only where its docum
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ccq.evaluate import sources
-from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
+from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
 
-
-class Task(NamedTuple):
-    file: str  # the harness's
-    stem: str  # of the data file; its name says which split it is
-    fields: str
-    groups: dict[str, tuple[str, str]]  # {group: (metric, aggregate)}
-
-
-ACC, NORM = {"": ("acc", "mean")}, {"": ("acc_norm", "mean")}
-LAMBADA = ACC | {"/perplexity": ("perplexity", "perplexity")}
-WIKITEXT = {"/word_perplexity": ("word_perplexity", "perplexity")}
-TASKS = {
-    "piqa": Task("piqa/piqa", "piqa_val", "goal sol1 sol2 label", ACC),
-    "hellaswag": Task("hellaswag/hellaswag", "hellaswag_val", "activity_label ctx_a ctx_b endings label", NORM),
-    "winogrande": Task("winogrande/default", "winogrande_xl_val", "sentence option1 option2 answer", ACC),
-    "arc_easy": Task("arc/arc_easy", "arc_easy_test", "question choices answerKey", NORM),
-    "arc_challenge": Task("arc/arc_challenge", "arc_challenge_test", "question choices answerKey", NORM),
-    "social_iqa": Task("siqa/siqa", "social_iqa_val", "context question answerA answerB answerC label", ACC),
-    "boolq": Task("super_glue/boolq/default", "boolq_val", "passage question label", ACC),
-    "lambada_openai": Task("lambada/lambada_openai", "lambada_openai_test", "text", LAMBADA),
-    "wikitext": Task("wikitext/wikitext", "wikitext2_raw_test_pages", "page", WIKITEXT),
-}
+TASKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
 BOOLQ_NOTE = (
@@ -111,16 +89,17 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
     configs = []
     for name in names:
         task = TASKS[name]
-        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{task.file}.yaml")
+        config = load_yaml(Path(lm_eval.tasks.__file__).parent / f"{task['file']}.yaml")
         config["num_fewshot"] = 0
         if data is not None:
-            split = "validation" if task.stem.endswith("_val") else "test"
-            made = datasets.Dataset.from_list(sources.read(data, task.stem, task.fields.split())[:limit])
+            split = "validation" if task["data"].endswith("_val") else "test"
+            made = datasets.Dataset.from_list(sources.read(data, task["data"], task["fields"].split())[:limit])
             # the harness would process all documents each time it asks for them
             made = config.pop("process_docs", lambda documents: documents)(made)
             config |= {key: split if key == f"{split}_split" else None for key in SPLITS if key in config}
-            documents = functools.partial(given, {split: made})
-            config |= {"custom_dataset": documents, "dataset_path": "json", "dataset_name": None}
+            # called with metadata of the task, which these documents do not need
+            config["custom_dataset"] = lambda documents={split: made}, **_: documents
+            config |= {"dataset_path": "json", "dataset_name": None}
         if name == "wikitext":
             configs += [config | {"task": f"wikitext_{length}"} for length in max_lengths]
         else:
@@ -129,11 +108,6 @@ def task_configs(names: Sequence[str], max_lengths: Sequence[int], data: Path | 
 
 
 SPLITS = ("training_split", "validation_split", "test_split")
-
-
-def given(documents: dict, **_) -> dict:
-    """What the harness calls for a task's documents, with metadata that ours do not need."""
-    return documents
 
 
 def evaluate(lm, options, names: Sequence[str], max_lengths: Sequence[int]) -> dict:
@@ -171,7 +145,7 @@ def build(options, tokenizer) -> RequestSet:
 
     def record(asked: list[Tokens]) -> list[tuple[float, bool]]:
         for tokens, context in asked:
-            if (key := (context, tuple(tokens))) not in seen:
+            if (key := (context, *tokens)) not in seen:
                 seen.add(key)
                 builder.add(str(len(seen)), "score", tokens, context=context)
         return [(-1.0, False)] * len(asked)
@@ -195,8 +169,6 @@ def documents_of(told: dict, max_lengths: Sequence[int]) -> str:
 
 def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple[list[dict], dict]:
     """Hand the answers to the harness; its scores, with our intervals and the paper's average."""
-    import numpy as np
-
     names, max_lengths = asked.settings["tasks"], asked.settings["max_lengths"]
     for option, given, made in (("tasks", options.tasks, names), ("max-length", options.max_lengths, max_lengths)):
         if given is not None and sorted(given) != sorted(made):
@@ -205,17 +177,14 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
                 f"{', '.join(map(str, given))}. Make it again with --stage requests"
             )
     options = options.but(limit=asked.settings["limit"])
-    known = {asked.key(request): answer for request, answer in zip(asked.requests, answers, strict=True)}
+    questions = [(request.context, *asked.of(request).tolist()) for request in asked.requests]
+    known = {question: (-sum(x["nll"]), x["greedy"]) for question, x in zip(questions, answers, strict=True)}
 
-    def look_up(questions: list[Tokens]) -> list[tuple[float, bool]]:
-        found = []
-        for tokens, context in questions:
-            request = Request("", "score", 0, len(tokens), context=context)
-            answer = known.get(RequestSet("lm", {}, np.asarray(tokens, np.int32), [request]).key(request))
-            if answer is None:
-                raise EvaluationError(OTHER_DATA)
-            found.append((-sum(answer["nll"]), answer["greedy"]))
-        return found
+    def look_up(asked_now: list[Tokens]) -> list[tuple[float, bool]]:
+        try:
+            return [known[context, *tokens] for tokens, context in asked_now]
+        except KeyError:
+            raise EvaluationError(OTHER_DATA) from None
 
     told = evaluate(adapter(tokenizer, max_lengths, look_up), options, names, max_lengths)
     made = documents_of(told, max_lengths)
@@ -225,8 +194,9 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     scores: dict[str, dict] = {}
     for task, samples in told["samples"].items():
         name, _, length = task.rpartition("_") if task.startswith("wikitext_") else (task, "", "")
-        for suffix, (metric, aggregate) in TASKS[name].groups.items():
-            group = f"{name}{'/' + length if length else ''}{suffix}"
+        for metric in TASKS[name]["metrics"]:
+            aggregate = "perplexity" if metric.endswith("perplexity") else "mean"
+            group = "/".join(filter(None, (name, length, metric if aggregate == "perplexity" else "")))
             mine = groups[group] = []
             for sample in samples:
                 row = {"id": f"{group}/{sample['doc_id']}", "group": group, "prompt_hash": sample["prompt_hash"]}
@@ -254,7 +224,6 @@ SUITE = Suite(
     metrics=metrics,
     options=(max_lengths_option(",".join(map(str, MAX_LENGTHS))),),
     tasks=tuple(TASKS),
-    data=tuple(task.stem for task in TASKS.values()),
-    packages=("lm_eval", "datasets"),
+    data=tuple(task["data"] for task in TASKS.values()),
     axis=1,
 )

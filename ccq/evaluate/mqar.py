@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ccq.data.mad import MAD, TEST_SAMPLES
+from ccq.data.mqar import MQAR, OVERWRITTEN_TEST, TEST
+from ccq.data.recall import Recall, Slice
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, by_group, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 
-VOCABULARY, SAMPLES = 8192, 1000  # zoology's
+SAMPLES = 1000  # zoology's
 
 
 def as_trained(options: Any, config: Any, source: str = "mqar") -> Any:
@@ -46,34 +49,26 @@ def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def build(options: Any, tokenizer: Any) -> RequestSet:
-    from ccq.data.mqar import MQAR, OVERWRITTEN_TEST, TEST
-
     updates = options.updates or 0
-    usual = OVERWRITTEN_TEST if updates else TEST
-    return asked_of(options, MQAR, usual, VOCABULARY, {"updates": updates} if updates else {})
+    return asked_of(options, MQAR, OVERWRITTEN_TEST if updates else TEST, {"updates": updates} if updates else {})
 
 
 def build_mad(options: Any, tokenizer: Any) -> RequestSet:
-    from ccq.data.mad import MAD, TEST_SAMPLES
-    from ccq.data.recall import Slice
-
-    noise = 0.2 if options.noise is None else options.noise
-    return asked_of(options, MAD, [Slice(128, 1, TEST_SAMPLES)], 32, {"noise": noise})
+    noise = MAD.noise if options.noise is None else options.noise
+    return asked_of(options, MAD, [Slice(128, 1, TEST_SAMPLES)], {"noise": noise})
 
 
-def asked_of(options: Any, kind: Any, usual: Sequence, vocabulary: int, more: dict[str, Any]) -> RequestSet:
+def asked_of(options: Any, kind: type[Recall], usual: Sequence[Slice], more: dict[str, Any]) -> RequestSet:
     """The test samples of a recall task, the slices `usual` unless others are named; `more` are its own settings."""
-    from ccq.data.recall import Slice
-
     all_slices = usual if options.slices is None else [Slice(*part) for part in options.slices]
     slices = [part for part in all_slices if options.lengths is None or part.length in options.lengths]
     name = kind.name
     if not slices:
         known = sorted({part.length for part in all_slices})
         raise EvaluationError(f"--lengths: {name} has test slices of {known} tokens, got {list(options.lengths)}")
-    size = options.recall_vocab_size or vocabulary
+    size = options.recall_vocab_size or kind.vocab_size
     try:
-        task = kind(slices=slices, split="test", seed=options.seed, vocab_size=size, **more)
+        task = kind(slices=tuple(slices), split="test", seed=options.seed, vocab_size=size, **more)
     except ValueError as error:
         raise EvaluationError(f"--slices, --recall-vocab-size: {error}") from error
     builder, names = Builder(), []
@@ -116,7 +111,7 @@ SUITE = Suite(
     text=False,
     as_trained=as_trained,
 )
-MAD = replace(
+MAD_SUITE = replace(
     SUITE,
     name="mad",
     help="MAD's in-context recall: noisy (--slices 128x1x1280), or fuzzy (--slices 128x3x1280 --noise 0)",

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from ccq.data.counter import bits, key_of
-from ccq.data.needles import is_training_key, is_training_value, words
+from ccq.data.needles import FORMS, is_training_key, is_training_value, words
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import by_group, summary
@@ -45,13 +45,6 @@ LENGTHS = (1024, 2048, 4096, 8192)
 SAMPLES = 500
 ANSWER = 128  # tokens generated
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-NEEDLE = "One of the special magic {values} for {key} is: {value}."
-PROMPT = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{context}\n"
-    "What is the special magic {kind} for {key} mentioned in the provided text? "
-    "The special magic {kind} for {key} mentioned in the provided text is"
-)
 DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
 SIZINGS = {
     "ruler": "haystacks sized as RULER does",
@@ -182,10 +175,11 @@ def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, s
 
 def render(task: str, haystack: Haystack, size: int, needle: Needle) -> tuple[str, float]:
     """(prompt, depth of the needle)."""
-    values = KNOWN[task][1]
-    text = NEEDLE.format(values=values, key=needle.key, value=needle.value)
+    form, kind = FORMS["ruler"], KNOWN[task][1].removesuffix("s")
+    text = form["needle"].format(kind=kind, key=needle.key, value=needle.value)
     context, depth = haystack.context(size, text, needle.place)
-    return PROMPT.format(kind=values[:-1], context=context, key=needle.key), depth
+    question = form["question"].removesuffix(" {value}.").format(kind=kind, key=needle.key)
+    return form["preface"].format(kind=kind) + context + question, depth
 
 
 def largest(count: Callable[[int], int], room: int, guess: int) -> int:
@@ -383,6 +377,5 @@ SUITE = Suite(
     ),
     tasks=tuple(KNOWN),
     data=("PaulGrahamEssays", "nltk_data"),
-    packages=("wonderwords",),
     axis=2,
 )

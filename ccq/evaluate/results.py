@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -157,10 +156,3 @@ class Responses:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
-
-
-def progress(name: str, work: float):
-    """A bar on stderr; where nobody watches, a line every 15 seconds."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    return tqdm(total=work, desc=name, unit=" tokens", unit_scale=True, mininterval=0.2 if sys.stderr.isatty() else 15)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,21 +43,17 @@ class Suite:
     options: tuple[Option, ...] = ()  # those that it reads beside what all suites read
     tasks: tuple[str, ...] = ()  # what `--tasks` may name
     data: tuple[str, ...] = ()  # the files of `--data DIR` that it reads
-    packages: tuple[str, ...] = ()  # without which none of its tasks can be asked
     text: bool = True  # whether it needs a tokenizer
     as_trained: Callable | None = None  # (options, config of the model) -> options, where training decides them
     axis: int | None = None  # of the paper: the default of `--suite`, in their order; None: run where it is asked for
 
     def check(self, options: Options) -> None:
-        """Refuse tasks that it has not, and packages that are not there where they are needed."""
+        """Refuse tasks that it has not."""
         if options.tasks and not self.tasks:
             raise EvaluationError(f"--tasks: {self.name} has no tasks to choose from, got {', '.join(options.tasks)}")
         if unknown := [task for task in options.tasks or () if task not in self.tasks]:
             near, known = nearest(unknown[0], self.tasks), ", ".join(self.tasks)
             raise EvaluationError(f"--tasks: {self.name} has no {unknown[0]!r}.{near} It has: {known}")
-        for package in self.packages if options.stage != "score" else ():
-            if importlib.util.find_spec(package) is None:
-                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 @functools.cache

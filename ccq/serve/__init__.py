@@ -1,8 +1,4 @@
-"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. It answers as transformers' own server does.
-
-batches.py   requests that wait are generated together
-app.py       the routes: the key, the checks, errors in OpenAI's form
-"""
+"""`ccq serve MODEL`: an OpenAI-compatible server on this machine. It answers as transformers' own server does."""
 
 from __future__ import annotations
 

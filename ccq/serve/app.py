@@ -224,15 +224,13 @@ def build(
         code = "context_length_exceeded" if "expected fewer than" in str(error.detail) else None
         return refusal(error.status_code, str(error.detail), code=code)
 
-    async def wrong(_: Request, error: Exception) -> JSONResponse:
-        return refusal(400, f"{type(error).__name__}: {error}")
+    # of a chat template, mostly: what goes wrong in the model, a row says itself
+    wrong = (jinja2.TemplateError, KeyError, TypeError, ValueError)
 
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return refusal(500, f"{type(error).__name__}: {error}")
+        return refusal(400 if isinstance(error, wrong) else 500, f"{type(error).__name__}: {error}")
 
-    # `wrong` is of a chat template, mostly: what goes wrong in the model, a row says itself
-    kinds: dict[Any, Any] = {Refused: refused, AnyHTTPException: named, Exception: failed}
-    kinds |= dict.fromkeys((jinja2.TemplateError, KeyError, TypeError, ValueError), wrong)
+    kinds: dict[Any, Any] = {Refused: refused, AnyHTTPException: named, **dict.fromkeys((*wrong, Exception), failed)}
     for kind, handler in kinds.items():
         app.add_exception_handler(kind, handler)
     return app

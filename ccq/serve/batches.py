@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cli.serving.utils import (
     DirectStreamer,
     GenerateManager,
@@ -167,11 +168,9 @@ class Batches(GenerateManager):
             config.eos_token_id, config.pad_token_id = ends or None, padding
             if config._seed is not None:
                 torch.manual_seed(config._seed)
-            width = max(len(row.prompt) for row in rows)
-            ids = torch.stack(
-                [torch.nn.functional.pad(r.prompt, (width - len(r.prompt), 0), value=padding) for r in rows]
-            )
-            mask = torch.stack([(torch.arange(width) >= width - len(row.prompt)).long() for row in rows])
+            prompts, ones = [row.prompt for row in rows], [torch.ones_like(row.prompt) for row in rows]
+            ids = pad_sequence(prompts, batch_first=True, padding_value=padding, padding_side="left")
+            mask = pad_sequence(ones, batch_first=True, padding_side="left")
             model.generate(
                 input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config,
                 tokenizer=processor, streamer=Rows(rows, set(ends)),

@@ -76,12 +76,12 @@ def test_each_needle_is_told_once_and_asked_once_after_it():
         for key, value in zip(document.keys, document.values, strict=True):
             places = [m.start() for m in re.finditer(re.escape(value), document.text)]
             assert len(places) == 2, "in the needle and in the answer"
-            needle = FORMS[document.form].needle
+            needle = FORMS[document.form]["needle"]
             kind = "number" if value.isdigit() else "uuid"
             sentence = needle.format(kind=kind, key=key, value=value)
             assert document.text.count(sentence) == 1
             told = max(told, document.text.index(sentence))
-            question = FORMS[document.form].question.format(kind=kind, key=key, value=value)
+            question = FORMS[document.form]["question"].format(kind=kind, key=key, value=value)
             assert document.text.count(question) == 1
             asked = document.text.index(question) if not asked else min(asked, document.text.index(question))
             assert question.rstrip(".").endswith(value)
@@ -122,9 +122,9 @@ def test_haystacks_are_whole_sentences_of_the_text():
         text = document.text
         for key, value in zip(document.keys, document.values, strict=True):
             kind = "number" if value.isdigit() else "uuid"
-            for part in (FORMS[document.form].needle, FORMS[document.form].question):
+            for part in (FORMS[document.form]["needle"], FORMS[document.form]["question"]):
                 text = text.replace(part.format(kind=kind, key=key, value=value), "")
-        text = text.removeprefix(FORMS[document.form].preface.format(kind=kind))
+        text = text.removeprefix(FORMS[document.form]["preface"].format(kind=kind))
         text = " ".join(text.split())
         assert text in HAYSTACK
         assert text.startswith(("This is", "Was it", "Who knows"))

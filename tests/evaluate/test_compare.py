@@ -10,7 +10,7 @@ from helpers import pack
 
 from ccq import cli
 from ccq.evaluate import statistics
-from ccq.evaluate.compare import compare, paired, paired_average
+from ccq.evaluate.compare import compare, difference, paired
 from ccq.report.claims import sample_difference
 
 
@@ -123,10 +123,11 @@ def test_an_average_of_right_and_wrong_is_no_surer_than_its_parts():
     """Four lost in one of three groups: as likely chance as in that group alone."""
     right, wrong = np.ones(100), np.where(np.arange(100) < 4, 0.0, 1.0)
     first = {name: rows_of(right, name) for name in "abc"}
-    found = paired_average(list("abc"), first, first | {"b": rows_of(wrong, "b")})
+    average = statistics.average(first)
+    found = difference("average", average, first, first | {"b": rows_of(wrong, "b")})
     assert found["difference"] == pytest.approx(-4 / 3)
     assert not found["significant"]
-    assert paired_average(list("abc"), first, first)["interval"][1] > 0
+    assert difference("average", average, first, first)["interval"][1] > 0
 
 
 def test_all_against_none_stays_within_what_is_possible():
@@ -182,7 +183,8 @@ def test_an_average_takes_two_units_of_each_group_and_six_in_all():
         return {str(k): rows_of(np.arange(n) / 10 + shift, str(k)) for k, n in enumerate(sizes)}
 
     for sizes, enough in (((1, 30), False), ((2, 3), False), ((2, 4), True), ((3, 3, 3), True)):
-        found = paired_average([str(k) for k in range(len(sizes))], groups(*sizes), groups(*sizes, shift=0.1))
+        first, second = groups(*sizes), groups(*sizes, shift=0.1)
+        found = difference("average", statistics.average(first), first, second)
         assert found["difference"] == pytest.approx(10)
         assert (found["interval"] is not None) == (found["p"] is not None) == found["significant"] == enough
 

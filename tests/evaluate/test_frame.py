@@ -15,9 +15,10 @@ from ccq import cli
 from ccq.evaluate import EvaluationError, Options, check_fits, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import Builder
-from ccq.evaluate.results import Responses, model_hash, progress, tokenizer_hash
+from ccq.evaluate.results import Responses, model_hash, tokenizer_hash
 from ccq.files import finite
 from ccq.pretrained import most_tokens
+from ccq.tables import progress
 
 LENGTH = {"lengths": (64, 128), "tasks": ("qasper", "code")}
 SUITES = {
@@ -211,7 +212,7 @@ def test_hashes_follow_what_they_are_of(llama, tokenizer):
 
 
 def test_progress_says_how_long_it_takes(capsys):
-    with progress("niah", 4000) as bar:
+    with progress("niah", 4000, " tokens") as bar:
         bar.start_t -= 10
         bar.update(1000)
         bar.refresh()

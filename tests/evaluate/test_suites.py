@@ -2,12 +2,14 @@
 
 import ast
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import ccq.evaluate
 from ccq import cli
+from ccq.data.needles import words
 from ccq.evaluate import Options, suite, suites
 
 FRAME = ("__init__", "engine", "requests", "results", "statistics", "suite")
@@ -82,7 +84,16 @@ def test_an_option_that_no_suite_has_is_refused(tmp_path):
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_asked(saved, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    class Missing:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "wonderwords":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wonderwords"]:
+        monkeypatch.delitem(sys.modules, name)
+    words.cache_clear()
     common = ["eval", saved, "--suite", "niah", "--device", "cpu", "--out", str(tmp_path / "out")]
     assert cli.main(common) == 1
     assert "ccq eval needs wonderwords: pip install 'ccq[train]'" in capsys.readouterr().err
