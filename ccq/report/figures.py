@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ccq.analysis.claims import text_of_gate
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.figures import BLUE, GREY, Figure, Lines, Panel, lines_of, of_alignment, of_gates
 from ccq.names import grouped
+from ccq.report.claims import text_of_gate
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
