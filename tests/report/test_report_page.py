@@ -173,7 +173,7 @@ def test_html_and_markdown_have_every_cell(page, parsed):
 
 def test_the_same_results_give_the_same_page(everything, tmp_path):
     for name in ("a", "b"):
-        ccq.report.write([everything / "bench"], tmp_path / name)
+        build(collect([everything / "bench"])).write(tmp_path / name)
     assert (tmp_path / "a" / "index.html").read_bytes() == (tmp_path / "b" / "index.html").read_bytes()
 
 
