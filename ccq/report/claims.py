@@ -217,11 +217,9 @@ class Pairing:
         values = [value for both in self.estimates.values() for estimate in both for value in estimate.values]
         if better == "higher" and max(values) < LEAST["higher"]:  # shares of right answers, in percent
             return "no run of either side gets any sample right"
-        return (
-            "every run of both sides gets all samples right"
-            if better == "higher" and min(values) > 100 - LEAST["higher"]
-            else ""
-        )
+        if better == "higher" and min(values) > 100 - LEAST["higher"]:
+            return "every run of both sides gets all samples right"
+        return ""
 
     @property
     def sources(self) -> list[Source]:
