@@ -460,7 +460,8 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
     for mine in grouped(changes, SUBJECT).values():
         found_by_any = {name for source in mine for name in finds[source]}  # else nothing can be missed
         runs = [(s.seed, {name: x for name, x in changes[s].items() if name in found_by_any}) for s in mine]
-        verdicts.append((len({s.seed for s in mine} - {None}), missed(runs, at_most)))
+        bounds = switched(runs)
+        verdicts.append((len({s.seed for s in mine} - {None}), missed(bounds, at_most)))
         for source in mine:
             moved = {name: changes[source][name] for name in finds[source]}
             if not moved:
@@ -472,13 +473,13 @@ def intervention(claim: dict, found: Collection, results: Results, paper: Paper)
             told = f"{source.title}: at most {abs(moved[most]):.1f} over {plural(len(lengths), 'length')}"
             told += f" at which it retrieves any, up to {max(lengths):,} tokens"
             parts.append(told + (f", {interval(samples)} over samples" if samples else ""))
-        if (bounds := list(switched(runs).values())) and all(bounds):
+        if bounds and all(bounds):
             parts.append(f"{mine[0].subject}, from {SWITCHED_FROM:,} tokens on: {within(bounds)}")
     needs = SEEDS if all(count < SEEDS for count, _ in verdicts) else 0
     return Verdict(*of_enough_seeds(verdicts), "; ".join(parts), distinct(changes), needs=needs)
 
 
-def switched(runs: list[tuple[int | None, dict[str, float]]]) -> dict[str, Interval | None]:
+def switched(runs: list[tuple[int | None, dict[str, float]]]) -> list[Interval | None]:
     """Of runs of one model (seed, {score: change}): the interval over seeds of each score at the lengths that the
     paper's claim is about; None where there are too few."""
     seeds: dict[str, dict[int, list[float]]] = {}  # [score][seed]
@@ -488,12 +489,11 @@ def switched(runs: list[tuple[int | None, dict[str, float]]]) -> dict[str, Inter
                 of_score = seeds.setdefault(name, {})
                 if seed is not None:
                     of_score.setdefault(seed, []).append(moved)
-    return {name: seed_interval([mean(x) for x in known.values()]) for name, known in seeds.items()}
+    return [seed_interval([mean(x) for x in known.values()]) for known in seeds.values()]
 
 
-def missed(runs: list[tuple[int | None, dict[str, float]]], at_most: float) -> tuple[str, str]:
+def missed(bounds: list[Interval | None], at_most: float) -> tuple[str, str]:
     """Whether the intervals of `switched` stay within `at_most`."""
-    bounds = list(switched(runs).values())
     if not bounds:
         return UNTESTABLE, f"it retrieves nothing at {SWITCHED_FROM:,} tokens or more, with or without"
     known = [b for b in bounds if b is not None]
