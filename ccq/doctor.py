@@ -26,6 +26,7 @@ import torch
 
 import ccq
 from ccq.errors import UserError
+from ccq.names import grouped
 from ccq.ops.choose import OPS, Call, arch_of, explain
 from ccq.provenance import version_of
 
@@ -242,16 +243,12 @@ def report(env: Environment, rows: Sequence[dict[str, Any]], findings: Sequence[
     lines = [f"{name:<24}{value}" for name, value in facts.items()]
 
     lines += ["", 'What runs with backend="auto":']
-    dtypes: dict[tuple[str, ...], list[str]] = {}
-    reasons: dict[tuple[str, ...], dict[str, None]] = {}
-    for row in rows:
-        dtypes.setdefault(itemgetter("operation", "device", "backend", "what")(row), []).append(row["dtype"])
-        for name, why in row["why_not"].items():
-            reasons.setdefault((name, row["device"], why), {})[row["operation"]] = None
-    for (operation, device, name, what), kinds in dtypes.items():
-        lines.append(f"  {operation:<17} {device:<5} {', '.join(kinds):<28} {name:<10} {what}")
-    for (name, device, why), operations in reasons.items():
-        lines.append(f"  not {name} on {device} for {', '.join(operations)}: {why}")
+    alike = grouped(rows, itemgetter("operation", "device", "backend", "what"))
+    for (operation, device, name, what), of in alike.items():
+        lines.append(f"  {operation:<17} {device:<5} {', '.join(row['dtype'] for row in of):<28} {name:<10} {what}")
+    reasons = [(name, row["device"], why, row["operation"]) for row in rows for name, why in row["why_not"].items()]
+    for (name, device, why), of_reason in grouped(dict.fromkeys(reasons), itemgetter(0, 1, 2)).items():
+        lines.append(f"  not {name} on {device} for {', '.join(operation for *_, operation in of_reason)}: {why}")
 
     lines.append("")
     for finding in findings:

@@ -195,11 +195,8 @@ def deviation(x: np.ndarray) -> tuple[float, float]:
 
 
 def _mean(x: Any, axis: int | None = None) -> Any:
-    """The mean of what is known; NaN where nothing is."""
-    x = np.asarray(x, dtype=np.float64)
-    known = np.isfinite(x)
-    number = known.sum(axis)
-    return np.where(number > 0, np.where(known, x, 0).sum(axis) / np.maximum(number, 1), np.nan)
+    """The mean of what is known; NaN where nothing is, of which NumPy's would warn."""
+    return torch.as_tensor(np.asarray(x, dtype=np.float64)).nanmean(axis).numpy()
 
 
 def rounded(x: Any) -> Any:

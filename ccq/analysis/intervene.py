@@ -165,11 +165,8 @@ def tables(found: Collection) -> list[Table]:
         notes.append(f"{len(asked) - COLUMNS} more scores are in {', '.join(source.name for source in sources)}.")
     rows: list[tuple[tuple, list[Source], dict]] = []  # whose, from which files, and its scores
     for source in sources:
-        some = 0
-        for row in source.content["rows"]:
-            if "-layers-" in row["intervention"]:
-                some += 1
-                continue
+        whole = [row for row in source.content["rows"] if "-layers-" not in row["intervention"]]
+        for row in whole:
             lam = {"none": "as trained"}.get(row["intervention"], row["intervention"])
             whose, scores = (source.identity, f"{source.title}, lam {lam}"), scores_of(row)
             same = [(mine, known) for who, mine, known in rows if who == whose and not known.keys() & scores.keys()]
@@ -179,7 +176,7 @@ def tables(found: Collection) -> list[Table]:
                 known |= scores
             else:
                 rows.append((whose, [source], scores))
-        if some:
+        if some := len(source.content["rows"]) - len(whole):
             notes.append(f"{source.title}: {some} more rows, each with some layers changed, are in {source.name}.")
     if not rows:
         return []

@@ -16,28 +16,19 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ccq.analysis import AnalysisError
 
-
-class Kind(NamedTuple):
-    """How a needle is told and asked for, and the things that it may be."""
-
-    needle: str
-    question: str  # the prompt ends with it, and the thing follows
-    things: list[str]
-
-
 _TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-KINDS = {name: Kind(**kind) for name, kind in _TOLD["kinds"].items()}
+KINDS = _TOLD["kinds"]  # {name: needle and question, with which a prompt ends, and things that may be the needle}
 CARRIERS = _TOLD["carriers"]  # plain sentences that hold a planted thing
 PLANTED = 2  # in each prompt
 APART = 3  # sentences between needle and planted things
 NEAR = 100  # tokens from the needle, before and after, that count as around it
-MOST_VARIANTS = min(len(kind.things) for kind in KINDS.values())
+MOST_VARIANTS = min(len(kind["things"]) for kind in KINDS.values())
 
 
 @dataclass(frozen=True)
@@ -81,10 +72,10 @@ def make_prompts(variants: int = 4, sentences: int | None = None) -> list[Prompt
 def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], number: int) -> Prompt:
     """The needle in the middle of `sentences`, planted things around it."""
     form, middle, apart = KINDS[kind], len(sentences) // 2, min(APART, len(sentences) // 4)
-    holes = {middle: (form.needle, form.things[variant])}  # a sentence with a hole, and what stands in it
+    holes = {middle: (form["needle"], form["things"][variant])}  # a sentence with a hole, and what stands in it
     for i, place in enumerate((middle - apart, middle + apart)):
         carrier = CARRIERS[(number * PLANTED + i) % len(CARRIERS)]
-        holes[place] = (carrier, form.things[(variant + 1 + i) % variants])
+        holes[place] = (carrier, form["things"][(variant + 1 + i) % variants])
     text = ""
     told, things = {}, {}  # [place]: where the sentence stands, and the thing in it
     for place, sentence in enumerate(sentences):
@@ -95,10 +86,10 @@ def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], nu
             things[place] = (begin, begin + len(thing))
             text += f"{carrier.format(thing)} "
         text += f"{sentence} "
-    question = (len(text), len(text) + len(form.question))
+    question = (len(text), len(text) + len(form["question"]))
     planted = (things[middle - apart], things[middle + apart])
-    answer = form.things[variant]
-    return Prompt(kind, text + form.question, answer, told[middle], things[middle], planted, question)
+    answer = form["things"][variant]
+    return Prompt(kind, text + form["question"], answer, told[middle], things[middle], planted, question)
 
 
 RARE = 2  # a token that a prompt has at most so often counts as unique

@@ -245,10 +245,12 @@ def remove(path: Path) -> None:
 
 
 def write_report(settings: Settings, steps: list[Step]) -> Path:
-    from ccq import report
+    from ccq.report.collect import collect
+    from ccq.report.page import build
 
-    made = [settings.out / step.folder for step in steps if step.folder != "regimes"]
-    return report.write(made, settings.out / "report", notes(settings, steps))[0]
+    found = collect([settings.out / step.folder for step in steps if step.folder != "regimes"])
+    found.told += notes(settings, steps)
+    return build(found).write(settings.out / "report")[0]
 
 
 def notes(settings: Settings, steps: list[Step]) -> list[str]:

@@ -12,19 +12,6 @@ from ccq.files import check_free
 MADE_BY = "Made by `ccq report`"  # how the last line of every page begins
 
 
-def write(paths: Sequence[Path], out: Path, notes: Sequence[str] = ()) -> list[Path]:
-    """Collect what is under `paths` and write OUT/index.html, OUT/report.md and OUT/figures/; what was written.
-
-    `notes` stand on the page with what a reader must know before comparing.
-    """
-    from ccq.report.collect import collect
-    from ccq.report.page import build
-
-    found = collect(paths)
-    found.told += notes
-    return build(found).write(out)
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq report", description=(__doc__ or "").splitlines()[0])
     runs = "folders and files, in any mix: runs of `ccq train`, results of `ccq eval`, `ccq analyze`, `ccq bench`"

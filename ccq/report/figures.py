@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ccq.analysis.claims import text_of_gate
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.figures import BLUE, GREY, Figure, Lines, Panel, lines_of, of_alignment, of_gates
 from ccq.names import grouped
+from ccq.report.claims import text_of_gate
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
@@ -50,35 +50,27 @@ def dots(axes: Any, points: Sequence[tuple[Identity, Estimate]], xlabel: str) ->
     axes.grid(axis="y", visible=False)
 
 
-def of_rows(results: Results, where: str, xlabel: str) -> list[Panel]:
-    """A panel a size."""
-    panels = []
-    for size, rows in by_size(results.rows(where.partition(":")[0])).items():
-        points = [(row, estimate) for row in rows if (estimate := results.estimate(row, where))]
-        if points:
-            panels.append(Panel(scale_label(size), partial(dots, points=points, xlabel=xlabel)))
-    return panels
-
-
-def height(results: Results, *suites: str) -> float:
-    """Of panels of dots, for the most rows."""
-    return 0.9 + 0.28 * max(
-        (len(rows) for suite in suites for rows in by_size(results.rows(suite)).values()), default=0
-    )
+def of_rows(results: Results, name: str, title: str, caption: str, xlabel: str, *scores: str) -> Figure:
+    """A panel a score and size, with a row a system; as high as the most rows take."""
+    panels, most = [], 0
+    for where in scores:
+        for size, rows in by_size(results.rows(where.partition(":")[0])).items():
+            points = [(row, estimate) for row in rows if (estimate := results.estimate(row, where))]
+            if points:
+                panels.append(Panel(scale_label(size), partial(dots, points=points, xlabel=xlabel)))
+                most = max(most, len(points))
+    return Figure(name, title, caption, panels, columns=2, size=(4.2, 0.9 + 0.28 * most))
 
 
 def perplexity(results: Results) -> Figure:
-    panels = of_rows(results, VALID, "validation perplexity")
     caption = "At the end of training; lower is better. Bars: 95% interval over seeds if there are three."
-    return Figure("perplexity", "Perplexity", caption, panels, columns=2, size=(4.2, height(results, "valid")))
+    return of_rows(results, "perplexity", "Perplexity", caption, "validation perplexity", VALID)
 
 
 def recall(results: Results) -> Figure:
     """Of what `ccq sweep` trained, and of what `ccq eval` asked."""
-    answered = "queries answered, %"
-    panels = [*of_rows(results, RECALL, answered), *of_rows(results, "mqar:average", answered)]
     caption = f"Mean over the test slices; higher is better. Not in the paper. Bars: {BAND}"
-    return Figure("recall", "Recall (MQAR)", caption, panels, columns=2, size=(4.2, height(results, "recall", "mqar")))
+    return of_rows(results, "recall", "Recall (MQAR)", caption, "queries answered, %", RECALL, "mqar:average")
 
 
 Curves = list[tuple[Identity, list[tuple[int, Estimate]]]]

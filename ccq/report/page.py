@@ -28,12 +28,6 @@ from ccq.report.results import Results
 from ccq.report.table import SMALL, Table, trimmed
 from ccq.train import sweep_tables
 
-TITLE = "CCQ: clean the query before it reads"
-FOOT = (
-    f"{MADE_BY}, ccq {ccq.__version__}. The paper: Le, Nguyen, Nguyen, Luu, Don't Read Everything: A "
-    "Curvature-Conditioned Query for Linear Attention. This implementation is "
-    "independent of its authors."
-)
 # what has `tables` of its own, beside the code whose results they show
 OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
           *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op")))  # fmt: skip
@@ -73,17 +67,11 @@ class Page:
 def environment() -> jinja2.Environment:
     made = jinja2.Environment(loader=jinja2.PackageLoader("ccq.report"), trim_blocks=True, lstrip_blocks=True,
                               undefined=jinja2.StrictUndefined)  # fmt: skip
-    made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "drawn": drawn,
+    made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "svg": svg,
                      "contents": re.compile(r'<h2 id="([\w-]+)">(.*?)</h2>').findall}  # fmt: skip
-    made.globals |= {"signs": SIGNS, "title": TITLE, "foot": FOOT,
+    made.globals |= {"signs": SIGNS, "made_by": f"{MADE_BY}, ccq {ccq.__version__}",
                      "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
     return made
-
-
-def short_rows(table: Table) -> str:
-    """Rows of a table in Markdown, without small print and footnotes."""
-    macros: Any = environment().get_template("markdown.j2").module
-    return str(macros.rows(table, True)).strip()
 
 
 def html_words(text: str) -> str:
@@ -104,14 +92,6 @@ def markdown_words(text: str, short: bool = False) -> str:
     if short:
         return MARK.sub("", text).strip()
     return re.sub(r"\[([\d–]+)\]\((#[^)]+)\)", r"<sup>[\1](\2)</sup>", text)
-
-
-def drawn(figure: Figure) -> str:
-    """The panels inside the page."""
-    return "".join(
-        svg(panel, figure.size, f"{figure.name}{at}", escape(f"{figure.title}: {panel.title}", quote=True))
-        for at, panel in enumerate(figure.panels)
-    )
 
 
 def build(found: Collection) -> Page:
@@ -247,9 +227,10 @@ def short(name: str, page: Page) -> str:
     """A table within a text of its own: its caption at its head, no small print, its sources by name below it."""
     table = page.tables[name]
     table = replace(table, head=[table.head[0] or table.caption.partition(" (")[0], *table.head[1:]])
+    macros: Any = environment().get_template("markdown.j2").module
     below = [markdown_words(note, short=True) for note in table.notes if not note.startswith(SMALL)]
     below.append(origin_of(table, page.tables["sources"]))
-    return f"{short_rows(table)}\n\n{' '.join(filter(None, below))}".rstrip()
+    return f"{macros.rows(table, short=True).strip()}\n\n{' '.join(filter(None, below))}".rstrip()
 
 
 def origin_of(table: Table, sources: Table) -> str:

@@ -302,7 +302,7 @@ class Results:
         self.found = found
         self.records = comparable([*of_evaluations(found), *of_runs(found), *of_sweeps(found)])
         self.index = grouped(self.records, lambda record: (record.row, record.suite))
-        self.memory: dict[tuple[Identity, str], Estimate | None] = {}
+        self.estimate = functools.cache(self._estimate)
 
     def rows(self, *suites: str) -> list[Identity]:
         """Those that have results in one of the suites, in the order of the tables."""
@@ -316,13 +316,8 @@ class Results:
     def settings(self, suite: str) -> list[str]:
         return list(dict.fromkeys(record.setting for record in self.records if record.suite == suite))
 
-    def estimate(self, row: Identity, where: str) -> Estimate | None:
-        """The score `where` ("suite:score", with * for any length) of a row; None where no run has it."""
-        if (row, where) not in self.memory:
-            self.memory[row, where] = self._estimate(row, where)
-        return self.memory[row, where]
-
     def _estimate(self, row: Identity, where: str) -> Estimate | None:
+        """The score `where` ("suite:score", with * for any length) of a row; None where no run has it."""
         suite, _, pattern = where.partition(":")
         having = grouped(self.of(row, suite), lambda record: id(record.source)).values()  # by the run or file
         settings = [{record.setting: record for record in mine} for mine in having]

@@ -66,8 +66,6 @@ def trimmed(table: Table) -> Table:
     """Without the columns that nobody ran."""
     rows = [row for block in table.blocks for row in block.rows if len(row.cells) == len(table.head) - 1]
     used = [at for at in range(len(table.head) - 1) if not rows or any(r.cells[at].kind != "missing" for r in rows)]
-    if len(used) == len(table.head) - 1:
-        return table
     for row in rows:
         row.cells = [row.cells[at] for at in used]
     return replace(table, head=[table.head[0], *(table.head[at + 1] for at in used)])

@@ -94,8 +94,7 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
         if size in table.scales:
             blocks.append(Block(f"The paper, {scale_label(size)}", paper_rows(table, size, columns)))
         if size in sizes:
-            title = f"Here, {scale_label(size) or 'size unknown'}"
-            blocks.append(Block(title, score_rows(sizes[size], columns, results, likes, table.counts)))
+            blocks.append(Block(title_of(size), score_rows(sizes[size], columns, results, likes, table.counts)))
             present = {row.key for row in sizes[size]}
             if size in ("1.3b", "500m", "nano"):  # nobody sets out to train the paper's seven any smaller
                 folded += [f"{SYSTEMS[key].label}, {scale_label(size)}" for key in of_paper if key not in present]

@@ -25,9 +25,9 @@ def test_the_needle_stands_in_the_middle_and_is_asked_for_at_the_end():
     for prompt in prompts:
         assert 0.45 < prompt.needle[0] / len(prompt.text) < 0.55
         assert cut(prompt, prompt.novel) == prompt.answer
-        assert cut(prompt, prompt.needle) == KINDS[prompt.kind].needle.format(prompt.answer)
+        assert cut(prompt, prompt.needle) == KINDS[prompt.kind]["needle"].format(prompt.answer)
         assert prompt.text.count(prompt.answer) == 1
-        assert cut(prompt, prompt.question) == KINDS[prompt.kind].question
+        assert cut(prompt, prompt.question) == KINDS[prompt.kind]["question"]
         assert prompt.question[1] == len(prompt.text)
 
 

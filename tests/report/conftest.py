@@ -14,8 +14,9 @@ def everything(tmp_path_factory):
 @pytest.fixture(scope="session")
 def report(everything, tmp_path_factory):
     """Folder of the page of everything."""
-    from ccq.report import write
+    from ccq.report.collect import collect
+    from ccq.report.page import build
 
     out = tmp_path_factory.mktemp("report")
-    write([everything], out)
+    build(collect([everything])).write(out)
     return out

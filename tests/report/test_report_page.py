@@ -173,7 +173,7 @@ def test_html_and_markdown_have_every_cell(page, parsed):
 
 def test_the_same_results_give_the_same_page(everything, tmp_path):
     for name in ("a", "b"):
-        ccq.report.write([everything / "bench"], tmp_path / name)
+        build(collect([everything / "bench"])).write(tmp_path / name)
     assert (tmp_path / "a" / "index.html").read_bytes() == (tmp_path / "b" / "index.html").read_bytes()
 
 
@@ -246,7 +246,7 @@ def test_damage_and_unfinished_runs_stand_on_the_page_beside_the_rest(tmp_path):
 def test_any_part_of_a_result_may_be_missing(everything, tmp_path, monkeypatch):
     """Files that are JSON, but not what they should be: the page is made, and a file that is left out is named."""
     # lines that cannot be drawn: the tests below
-    monkeypatch.setitem(environment().filters, "drawn", lambda figure: "")
+    monkeypatch.setitem(environment().filters, "svg", lambda *panel: "")
     files = ["ccq-gla-nano-seed0/niah.json", "ccq-gla-nano-seed0/length.json", "runs/ccq_gla_tiny/config.json",
              *(f"analysis/{name}.json" for name in ("alignment_smollm", "gate_x", "intervene")),
              "mqar_seeds.json",
