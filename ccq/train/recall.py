@@ -174,9 +174,6 @@ class RecallRun:
         return torch.cat(found)
 
 
-# -- what a run found, as `ccq sweep` writes it ------------------------------------------------------------------------
-
-
 def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
     """What a run found: its validation whenever it was looked at, and `tests` at the end."""
     config, looks = run.config, [(step, right.tolist()) for step, right in run.looks]
