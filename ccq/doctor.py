@@ -92,15 +92,15 @@ def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_device(name: str) -> None:
+def check_device(name: str, option: str = "--device") -> None:
     """DeviceError where `name` is no device, or one that torch does not see."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DeviceError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
+        raise DeviceError(f"{option}: expected cpu, cuda or cuda:N, got {name!r}") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise DeviceError(f"--device: {name!r} is not available: torch sees {count} GPUs (`ccq doctor` says why)")
+        raise DeviceError(f"{option}: {name!r} is not available: torch sees {count} GPUs (`ccq doctor` says why)")
 
 
 def runnable(parser: argparse.ArgumentParser, device: str | None, dtype: str) -> tuple[str, str]:

@@ -29,9 +29,6 @@ MODEL_FILES = (
 ADAPTER_FILES = ("adapter_*", "ccq_adapter.*")  # of PEFT and of ccq.save_adapter: with one, a folder is another model
 
 
-# -- written whole -----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
     """An OSError from inside names the file: that of a full disk does not."""
@@ -132,9 +129,6 @@ def whole_folder(folder: Path, last: str, instead_of: Sequence[str] = ()) -> Ite
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# -- one process at a time ---------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def locked(path: Path, error: type[Exception]) -> Iterator[None]:
     """Hold the lock file at `path`; `error` where another process does. The system lets go when a process dies."""
@@ -162,9 +156,6 @@ def _try_lock(file: IO) -> bool:
     except OSError:
         return False
     return True
-
-
-# -- read --------------------------------------------------------------------------------------------------------------
 
 
 class DamagedError(ValueError):

@@ -144,20 +144,16 @@ def turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch.
     All layers share them. Lengths are powers of two and no table is ever dropped: a captured graph may read it.
     """
     if torch.compiler.is_compiling():
-        return _turns(room, size, theta, dtype, device)
+        return turns_at(torch.arange(room, device=device), size, theta, dtype)
     room = max(4096, 1 << (room - 1).bit_length())
     key = (room, size, theta, stats_dtype(dtype), device)
     if key not in _TURNS:
         with torch.inference_mode(False):  # it outlives the call that happens to make it
-            table = _turns(*key)
+            table = turns_at(torch.arange(room, device=device), size, theta, dtype)
         if type(table[0]) is not Tensor:  # without numbers: a call that only traces or counts
             return table
         _TURNS[key] = table
     return _TURNS[key]
-
-
-def _turns(room: int, size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return turns_at(torch.arange(room, device=device), size, theta, dtype)
 
 
 def turns_at(positions: Int[Tensor, "*B"], size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ And the short convolutions of a layer (`conv_step`). M rows, K inputs, N outputs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,19 +28,7 @@ from ccq.ops.choose import ROWS
 from ccq.ops.clean.triton.configs import cdiv, power_of_2
 
 BLOCK = 256  # channels of a program, where there are no products
-
-
-class Tiles(NamedTuple):
-    """Outputs and inputs of a tile, and how it runs."""
-
-    outputs: int
-    inputs: int
-    warps: int = 4
-    stages: int = 4
-
-
-PROJECT = Tiles(32, 128)
-SWIGLU = Tiles(16, 128)  # each program has two tiles, of both weights
+PROJECT, SWIGLU = 32, 16  # outputs of a tile; of SwiGLU, each program has two tiles, of both weights
 
 
 @triton.jit
@@ -115,30 +102,26 @@ def swiglu_kernel(
     store(y, (g * tl.sigmoid(g) * u).to(dtype), first, M, N, BM, BN)
 
 
-def options(x: Tensor, tiles: Tiles) -> dict:
-    return {
-        "K": x.shape[1], "BM": ROWS, "BN": tiles.outputs, "BK": tiles.inputs, "IP": "ieee",
-        "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
+def options(x: Tensor, outputs: int) -> dict:
+    return {"K": x.shape[1], "BM": ROWS, "BN": outputs, "BK": 128, "IP": "ieee", "num_warps": 4, "num_stages": 4}
 
 
-def project(x: Tensor, weights: Sequence[Tensor], tiles: Tiles = PROJECT) -> list[Tensor]:
+def project(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """x W^T [M, N] for x [M, K] of up to ROWS rows and each W [N, K], all dense."""
     x = x.contiguous()
     outputs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
     sizes = tuple(weight.shape[0] for weight in weights)
-    blocks = sum(cdiv(size, tiles.outputs) for size in sizes)
-    project_kernel[(blocks,)](x, tuple(weights), tuple(outputs), x.shape[0], SIZES=sizes, **options(x, tiles))
+    blocks = sum(cdiv(size, PROJECT) for size in sizes)
+    project_kernel[(blocks,)](x, tuple(weights), tuple(outputs), x.shape[0], SIZES=sizes, **options(x, PROJECT))
     return outputs
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, tiles: Tiles = SWIGLU) -> Tensor:
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T) [M, N] for x [M, K] of up to ROWS rows; gate and up [N, K], dense."""
     x = x.contiguous()
     y = x.new_empty(x.shape[0], gate.shape[0])
-    swiglu_kernel[(cdiv(gate.shape[0], tiles.outputs),)](
-        x, gate, up, y, x.shape[0], N=gate.shape[0], **options(x, tiles)
-    )
+    blocks = cdiv(gate.shape[0], SWIGLU)
+    swiglu_kernel[(blocks,)](x, gate, up, y, x.shape[0], N=gate.shape[0], **options(x, SWIGLU))
     return y
 
 

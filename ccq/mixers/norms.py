@@ -21,26 +21,18 @@ def fused(x: Tensor) -> bool:
     return choose("norm", Call(x.device, x.dtype)) == "fla"
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        super().__init__(size, eps)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         if fused(x):
             from fla.modules.norm.layernorm import rms_norm
 
             return rms_norm(x, self.weight, None, eps=self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class GatedRMSNorm(RMSNorm):

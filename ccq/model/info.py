@@ -23,7 +23,6 @@ class Info:
     """Numbers of one model, at sequences of `length` tokens."""
 
     config: CCQConfig
-    length: int
     body: int  # parameters of the layers and the last norm
     embedding: int  # parameters of embedding and head
     state_bytes: int  # of one sequence
@@ -60,7 +59,6 @@ def info(config: CCQConfig, length: int = 4096) -> Info:
     mixers = [layer.mixer for layer in model.model.blocks()]
     return Info(
         config=config,
-        length=length,
         body=sum(parameters.values()) - embedding,
         embedding=embedding,
         state_bytes=sum(mixer.state_bytes(length) for mixer in mixers),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ccq.ops.choose import Call, choose
+from ccq.ops.choose import Call, autocasts, choose
 from ccq.ops.precision import no_autocast, stats_dtype
 
 IGNORE = -100  # the target of a token that is not scored
@@ -33,7 +33,7 @@ def linear_cross_entropy(
     2.3026
     """
     kind = hidden.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if autocasts(hidden):
         hidden = hidden.to(torch.get_autocast_dtype(kind))  # what a Linear would do
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()  # or their gradients would be computed, and thrown away

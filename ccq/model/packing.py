@@ -100,14 +100,11 @@ def arrange(
     if past is not None and past.shape[0] != count:
         raise ValueError(f"past_key_values: expected a cache of {count} sequences, got one of {past.shape[0]}")
 
-    index = torch.arange(tokens if real is None else real.shape[0], device=x.device)
-    if borders is None:
-        lengths = torch.full((batch,), tokens, device=x.device)
-        positions = None if past is None else past[:, None] + index
-    else:
-        lengths = borders.diff()
-        row = torch.searchsorted(borders, index, right=True) - 1
-        positions = (index - borders[row] + (0 if past is None else past[row]))[None]
+    lengths = torch.full((batch,), tokens, device=x.device) if borders is None else borders.diff()
+    positions = None
+    if borders is not None or past is not None:
+        row, index = Sequences(count, borders).locate(tokens if real is None else real.shape[0], x.device)
+        positions = index if past is None else past[row] + index
     return Layout(Sequences(count, borders, positions, longest), (batch, tokens), lengths, columns, real)
 
 

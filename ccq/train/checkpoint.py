@@ -41,11 +41,8 @@ def folder_of(root: Path, step: int) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """Steps of the checkpoints in a folder, damaged ones counted, newest first."""
-    found = []
-    for path in root.glob("step-*"):
-        with contextlib.suppress(ValueError):
-            found.append(int(path.name.removeprefix("step-")))
-    return sorted(found, reverse=True)
+    numbers = (path.name.removeprefix("step-") for path in root.glob("step-*"))
+    return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
 def problem(folder: Path, checksums: bool = False, rank: int = 0, ranks: int = 1) -> str | None:

@@ -226,13 +226,10 @@ def to_json(config: Config) -> str:
 
 def flat(config: Config) -> dict[str, Any]:
     """The fields by dotted name, as JSON has them."""
-
-    def walk(prefix: str, value: Any) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return {k: v for key, x in value.items() for k, v in walk(f"{prefix}{key}.", x).items()}
-        return {prefix[:-1]: value}
-
-    return walk("", json.loads(to_json(config)))
+    found: dict[str, Any] = {}
+    for name, value in json.loads(to_json(config)).items():
+        found |= {f"{name}.{key}": x for key, x in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def read(path: Path) -> Config:

@@ -28,15 +28,16 @@ ORIGIN = "export.json"  # of which run and step an export is
 CARD = "README.md"  # card.md for all, so that it is never that of an older export
 
 
-def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
-    """The model of a run, on the CPU, in full precision, and the step it is from: the newest, or `step`."""
+def as_exported(run: Path, step: int | None = None) -> tuple[Any, Any, int]:
+    """The model of a run as an export has it, on the CPU, in full precision; its tokenizer or None; and the step it is
+    from: the newest, or `step`."""
     config = configs.read(run / folder.CONFIG)
     root = run / folder.CHECKPOINTS
     have = steps_in(root)
     if not have if step is None else step not in have:
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise RunError(f"{root} holds no {what}; there are {', '.join(map(str, have)) or 'none'}")
-    model = make_model(config, torch.device("cpu"))
+    model: Any = make_model(config, torch.device("cpu"))
     with join("cpu") as world:
         state = {"model": {name: x.detach() for name, x in model.named_parameters()}}
         step = load(root, state, world, lambda line: print(line, file=sys.stderr), step)
@@ -46,12 +47,6 @@ def load_weights(run: Path, step: int | None = None) -> tuple[Any, int]:
     model.config.identity = dataclasses.asdict(identity)
     if not config.foreign:
         model.config.recall = configs.recall(config)
-    return model.eval(), step
-
-
-def as_exported(run: Path, step: int | None = None) -> tuple[Any, Any, int]:
-    """The model of a run as an export has it, its tokenizer or None, and the step."""
-    model, step = load_weights(run, step)
     tokenizer = tokenizer_of(run)
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -59,7 +54,7 @@ def as_exported(run: Path, step: int | None = None) -> tuple[Any, Any, int]:
                 setattr(model.config, name, getattr(tokenizer, name))
             if model.generation_config is not None:
                 setattr(model.generation_config, name, getattr(model.config, name))
-    return model, tokenizer, step
+    return model.eval(), tokenizer, step
 
 
 def export(run: Path, out: Path, step: int | None = None, dtype: str | None = None, force: bool = False) -> int:

@@ -174,9 +174,6 @@ class RecallRun:
         return torch.cat(found)
 
 
-# -- what a run found, as `ccq sweep` writes it ------------------------------------------------------------------------
-
-
 def result(run: RecallRun, tests: list[Samples]) -> dict[str, Any]:
     """What a run found: its validation whenever it was looked at, and `tests` at the end."""
     config, looks = run.config, [(step, right.tolist()) for step, right in run.looks]
@@ -251,11 +248,10 @@ def gate_path(config: Config, lams: np.ndarray, at: np.ndarray) -> dict[str, Any
 
 
 def state_bytes(mixer: Any, part: str | None = None) -> int:
-    """Of one sequence of 256 tokens in fp32, all of it or one part."""
+    """Of one sequence of 256 tokens in fp32, all of it but its length, or one part."""
     state = mixer.new_state(1, "meta", torch.float32, 256)
-    if part is None and "length" in state:  # attention: keys and values
-        return 2 * 256 * mixer.key_heads * mixer.size * 4
-    return sum(x.nbytes for x in pytree.tree_leaves(state if part is None else state.get(part, {})))
+    counted = {name: x for name, x in state.items() if name != "length" and part in (None, name)}
+    return sum(x.nbytes for x in pytree.tree_leaves(counted))
 
 
 def rounded(x: float) -> float | None:

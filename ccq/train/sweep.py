@@ -20,13 +20,14 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ccq.files import check_free, read_json, write_atomically
-from ccq.names import nearest
+from ccq.names import grouped, nearest
 from ccq.systems import SWEEPS, SYSTEMS
 from ccq.train import RunError
 from ccq.train.sweep_runs import TEST_SEED, Spec, run_all, say
@@ -78,20 +79,20 @@ def finished(specs: Sequence[Spec], options: argparse.Namespace) -> dict[str, di
     return found
 
 
+def choice_of(run: dict[str, Any]) -> Choice:
+    return run["lr"], run.get("decay")
+
+
 def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Choice]:
     """Of each row, the rate and decay with the best mean accuracy over seeds and validation slices; of equal ones the
     smaller."""
-    found: dict[str, dict[Choice, list[float]]] = {}
-    for run in runs:
-        if run["repeat"] == 0:
-            choice = (run["lr"], run.get("decay"))
-            found.setdefault(run["row"], {}).setdefault(choice, []).append(run["valid"]["accuracy"])
 
-    def rank(item: tuple[Choice, list[float]]) -> tuple:
-        (lr, decay), accuracies = item
-        return np.mean(accuracies), -lr, -(decay or 0.0)
+    def rank(same: list[dict[str, Any]]) -> tuple:
+        lr, decay = choice_of(same[0])
+        return np.mean([run["valid"]["accuracy"] for run in same]), -lr, -(decay or 0.0)
 
-    return {row: max(tried.items(), key=rank)[0] for row, tried in found.items()}
+    rows = grouped([run for run in runs if run["repeat"] == 0], itemgetter("row"))
+    return {row: choice_of(max(grouped(tried, choice_of).values(), key=rank)[0]) for row, tried in rows.items()}
 
 
 def choices_in(content: dict[str, Any]) -> dict[str, Choice]:
@@ -118,21 +119,17 @@ def read_chosen(path: Path, rows: Sequence[str], size: str) -> dict[str, Choice]
 
 
 def protocol(specs: Sequence[Spec], test_samples: int) -> dict[str, Any]:
-    """What the runs of one file share, and which rates and seeds they have; as JSON gives it back."""
+    """What the runs of one file share; as JSON gives it back."""
     from ccq.train.data import recall_vocabulary
 
     config = specs[0].config()
     data, optimizer = config.data, dataclasses.asdict(config.optimizer)
     del optimizer["lr"]
-    decays = sorted({spec.decay for spec in specs if spec.decay is not None})
-    if decays:
+    if any(spec.decay is not None for spec in specs):
         del optimizer["weight_decay"]
     told = {
         "steps": specs[0].steps,
         "batch": data.batch,
-        "rates": sorted({spec.lr for spec in specs}),
-        "seeds": sorted({spec.seed for spec in specs}),
-        **({"decays": decays} if decays else {}),
         "dtype": config.dtype,
         "vocab_size": recall_vocabulary(config),
         "schedule": "cosine to 0 over the steps, no warm-up" if not config.optimizer.warmup else "warm-up, cosine",
@@ -159,9 +156,7 @@ def earlier_calls(path: Path, specs: Sequence[Spec], now: dict[str, Any]) -> dic
             "runs": {run["name"]: run for run in found["runs"]},
         }
         pairs = [("size", found.get("size", specs[0].size), specs[0].size)]
-        pairs += [
-            (name, found["protocol"].get(name), now[name]) for name in now if name not in ("rates", "seeds", "decays")
-        ]
+        pairs += [(name, found["protocol"].get(name), now[name]) for name in now]
         changed = {Spec.changed(name) for name in (*told["runs"], *told["missing"])}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{path} is damaged ({error!r}): expected {expected}") from None
@@ -188,7 +183,7 @@ def merge(
 
     def kept(name: str, run: dict[str, Any]) -> bool:
         """Of seeds, a row may have another rate now."""
-        same = options.tier == "rows" or (run["lr"], run.get("decay")) == chosen.get(run["row"])
+        same = options.tier == "rows" or choice_of(run) == chosen.get(run["row"])
         return name in found or (name not in names and same)
 
     runs = list(({name: run for name, run in before["runs"].items() if kept(name, run)} | found).values())
@@ -196,15 +191,16 @@ def merge(
     failed = [*(before["failed"][name] for name in missing if name in before["failed"]), *failed]
     chosen = chosen if options.tier == "seeds" else best_of(runs)
     decays = {row: decay for row, (_, decay) in chosen.items() if decay is not None}
+    all_runs = [*map(dataclasses.asdict, specs), *runs]
+    differ = {
+        told: sorted({run[name] for run in all_runs if run.get(name) is not None})
+        for told, name in (("rates", "lr"), ("seeds", "seed"), ("decays", "decay"))
+    }
     content = {
         "kind": f"{options.task}_sweep",
         "tier": options.tier,
         "size": options.size,
-        "protocol": {
-            **now,
-            "rates": sorted({spec.lr for spec in specs} | {run["lr"] for run in runs}),
-            "seeds": sorted({spec.seed for spec in specs} | {run["seed"] for run in runs}),
-        },
+        "protocol": {**now, **{name: values for name, values in differ.items() if values}},
         "provenance": provenance(),
         "chosen": {row: lr for row, (lr, _) in chosen.items()},
         **({"chosen_decay": decays} if decays else {}),
@@ -223,7 +219,7 @@ def table(content: dict[str, Any]) -> str:
     lines = []
     chosen = choices_in(content)
     for run in content["runs"]:
-        if chosen.get(run["row"]) == (run["lr"], run.get("decay")) and not run["repeat"]:
+        if chosen.get(run["row"]) == choice_of(run) and not run["repeat"]:
             by_slice = " ".join(f"{s['accuracy']:.3f}" for s in run["test"]["slices"])
             gate = "" if not run["gate"] else " lam " + " ".join(f"{x:.3f}" for x in run["gate"]["lam"][-1])
             lines.append(

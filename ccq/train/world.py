@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ccq.doctor import best_device
+from ccq.doctor import best_device, check_device
 from ccq.train import RunError
 
 T = TypeVar("T")
@@ -59,18 +59,14 @@ class World:
 
 
 def pick_device(name: str | None, local_rank: int) -> torch.device:
-    if name is None:
-        name = best_device()
+    name = name or best_device()
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise RunError(f"runtime.device: expected cpu, cuda or cuda:N, got {name!r}")
-    if name == "cpu":
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        raise RunError(f"runtime.device: {name!r} is not available: torch sees no GPU (`ccq doctor` says why)")
-    device = torch.device("cuda", local_rank if name == "cuda" else torch.device(name).index)
-    if device.index >= torch.cuda.device_count():
-        raise RunError(f"runtime.device: expected one of {torch.cuda.device_count()} GPUs, got {device}")
-    torch.cuda.set_device(device)
+    name = f"cuda:{local_rank}" if name == "cuda" else name
+    check_device(name, "runtime.device")
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

@@ -366,14 +366,14 @@ def test_colours_can_be_read_in_light_and_dark(scheme):
 def test_results_of_the_real_commands_are_read(tmp_path):
     """`ccq train` and `ccq eval` themselves, on a tiny model."""
     from ccq.evaluate import Options, evaluate
-    from ccq.train.export import load_weights
+    from ccq.train.export import as_exported
 
     run = tmp_path / "ccq_gla_tiny"
     small = ["--steps", "4", "--runtime.log-every", "2", "--runtime.no-tensorboard", "--data.batch", "4",
              "--runtime.micro-batch", "4", "--seed", "3"]  # fmt: skip
     assert cli.main(["train", "ccq_gla_tiny", "--run-dir", str(run), *small]) == 0
     options = Options(out=run / "eval", slices=((32, 4, 9), (32, 8, 9)), limit=2)
-    result = evaluate(load_weights(run)[0], None, "mqar", options, "model")
+    result = evaluate(as_exported(run)[0], None, "mqar", options, "model")
     page = build(collect([tmp_path]))
     cells = rows_of(page.tables["recall"], "Here, tiny")["CCQ-GLA"]
     assert texts(cells) == [f"{result['scores'][n]['value']:.2f}" for n in ("32-4", "32-8", "average")]

@@ -59,11 +59,11 @@ def test_tied_embeddings_are_trained_and_exported(tmp_path):
     """Once as a parameter, and the same in the head: the models that ship are tied."""
     from transformers import AutoModelForCausalLM
 
-    from ccq.train.export import export, load_weights
+    from ccq.train.export import as_exported, export
 
     config = small("gla", steps=3, dtype="fp32", tie_word_embeddings=True)
     assert train(config, tmp_path / "run") == 0
-    model, _ = load_weights(tmp_path / "run")
+    model, *_ = as_exported(tmp_path / "run")
     assert "lm_head.weight" not in dict(model.named_parameters())
     export(tmp_path / "run", tmp_path / "model", dtype="bf16")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

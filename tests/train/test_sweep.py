@@ -1,5 +1,6 @@
 """A sweep trains what the trainer trains, treats rows alike, loses no finished run, and counts what it says."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -121,13 +122,16 @@ def test_rows_are_zoologys_models_and_differ_in_what_their_name_says(size):
                        "uncentred": "centred", "fixed_lam": "fixed_lam"}.items():  # fmt: skip
         assert differ("ccq_gla", f"ccq_gla_{row}") == {field}
 
-    def state(row):
+    def state(row, **options):
         with torch.device("meta"):
-            model = CCQForCausalLM(model_config(recipe(f"{row}_{size}").model))
+            model = CCQForCausalLM(model_config(dataclasses.replace(recipe(f"{row}_{size}").model, **options)))
         return sum(state_bytes(layer.mixer) for layer in model.model.blocks())
 
     assert state("gla_unit_equal_state") == pytest.approx(state("ccq_gla"), rel=0.03)
     assert state("ccq_gla") > 1.4 * state("gla_unit")
+    assert state("retnet", rotary=True) == state("retnet")
+    options = recipe(f"transformer_{size}").model  # one layer of attention, of keys and values; one of a convolution
+    assert state("transformer") == 4 * options.hidden_size * (2 * 256 + 2)
     rows = sweep.TASKS["mqar"].rows
     assert set(rows["seeds"]) < set(rows["rows"]) < set(sweep.KNOWN)
     assert pytest.approx([1e-3, 10**-2.5, 1e-2, 10**-1.5], rel=1e-3) == sweep.TASKS["mqar"].rates

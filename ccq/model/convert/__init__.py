@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder
@@ -86,10 +86,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        handle = safe_open(file, framework="pt")
+        return load_file(file)
     except SafetensorError as error:
         raise OSError(f"{file}: damaged or cut off ({error})") from error
-    return {name: handle.get_tensor(name) for name in list(handle.keys())}
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:
@@ -273,13 +272,12 @@ def arrange(source: dict[str, Tensor], config: CCQConfig, family: Family | None,
 def with_gates(tensors: dict[str, Tensor], config: CCQConfig) -> dict[str, Tensor]:
     """The tensors of an uncleaned model and those that cleaning adds, as a cleaner fills them."""
     model, shapes = model_shapes(config)
-    gates = {}
+    gates: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, QueryCleaner):
             module.to_empty(device="cpu")
             module.reset_parameters()
-            for name, x in module.state_dict().items():
-                gates[f"{prefix}.{name}"] = x
+            gates |= module.state_dict(prefix=f"{prefix}.")
     return {name: gates[name] if name in gates else tensors[name] for name in shapes}
 
 
