@@ -1,4 +1,4 @@
-"""The norms of decoder and mixers: fla's fused kernels on a GPU, plain PyTorch elsewhere.
+"""The norms of decoder and mixers: fused kernels on a GPU (fla's, and our own of the gated one), PyTorch elsewhere.
 
 Everything is computed in fp32 (fp64 for fp64) and returned in the dtype of x.
 """
@@ -23,6 +23,8 @@ def fused(x: Tensor) -> bool:
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    eps: float
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__(size, eps)
