@@ -37,7 +37,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 import ccq
-from ccq.mixers import kernels
+from ccq.mixers import kernels, passes
 from ccq.ops import Cleaning, CovarianceState
 from ccq.ops.clean.chunk import Gradients, Past, Read, Saved
 from ccq.ops.clean.triton import gate as fused_gate
@@ -183,6 +183,28 @@ def linears(dtype, D, outputs, B=8):
     kernels.swiglu(x, weights[0], torch.empty_like(weights[0]))
 
 
+class Context:
+    """What autograd hands a function, which wants a GPU for tensors of one."""
+
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def between(dtype, size, linear, sigmoid=False, rows=64):
+    """What lies between products in training; with a Linear after it, what that sees is stored again."""
+    x, other = (empty(rows, 2, size, dtype=dtype) for _ in range(2))
+    heads, one = (empty(8, n * size, dtype=dtype) if linear else None for n in (2, 1))
+    for function, given in (
+        (passes.GatedNorm, (x, other, empty(size, dtype=dtype), 1e-6, sigmoid, heads)),
+        (passes.SwiGLU, (x, other, one)),
+    ):
+        context = Context()
+        context.needs_input_grad = tuple(part is not None for part in given)
+        function.backward(context, torch.empty_like(function.forward(context, *given)))
+
+
 def convolutions(dtype, channels, bias=False, silu=True, B=8):
     """Each x is columns of a wider projection, as Mamba2's is."""
     xs = [torch.empty_strided((B, c), (c + 8, 1), dtype=dtype, device="cuda") for c in channels]
@@ -212,6 +234,8 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 128, "groups": 2, "gated": False, "of": "projected", "decay": "learned",
                 "state": True, "normalize": "stats"}),
     (operator, {"dtype": BF16, "size": 64, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
+    (between, {"dtype": BF16, "size": 256, "linear": True}),
+    (between, {"dtype": FP32, "size": 100, "linear": False, "sigmoid": True, "rows": 3}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gla"}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "B": 1}),
