@@ -1,7 +1,7 @@
 """`ccq demo` (`make run`): train tiny models, test the shipped ones, write a report page. Minutes on a CPU, no network.
 
     OUT/regimes/                 one read in three constructed regimes: a table and a figure
-    OUT/gla_tiny/ ...            a backbone, its unit-norm control and CCQ, trained on recall (runs of `ccq train`)
+    OUT/ccq_gla_tiny-seed0/ ...  a control and two reads, trained on recall with three seeds (runs of `ccq train`)
     OUT/ccq-gla-pico/ ...        needles, and perplexity by length, of the models that ship (results of `ccq eval`)
     OUT/alignment/               where needle keys lie in the CCQ model (result of `ccq analyze alignment`)
     OUT/report/index.html        the page
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -31,12 +32,12 @@ from ccq import shipped, tables
 from ccq.cli import COMMANDS
 from ccq.doctor import best_device, check_device
 from ccq.files import write_json
-from ccq.names import duration
+from ccq.names import duration, plural
 from ccq.systems import SYSTEMS, compared, recipe_name
 
-TRAINED = compared("ccq-gla", "ccq-gla-open")  # a backbone, its control, and CCQ
+TRAINED = ("gla-unit", "ccq-gla", "gla-projected")  # the control first
 TRIO = {f"{system}-pico": system for system in compared("ccq-gla")}  # that ship
-STATE, LOG = "demo.json", "log.txt"
+STATE, LOG, TINY = "demo.json", "log.txt", "_tiny-seed"
 LOUD = ("train", "regimes")  # commands that are seen at work
 
 
@@ -45,7 +46,8 @@ class Settings:
     """What is shown, and how much of it; a test takes less."""
 
     out: Path = Path("runs/laptop")
-    seed: int = 0
+    seed: int = 0  # the first of
+    seeds: int = 3
     device: str | None = None  # None: a GPU if there is one
     systems: tuple[str, ...] = TRAINED
     steps: int = 500  # of training
@@ -114,15 +116,15 @@ def plan(settings: Settings) -> list[Step]:
     # that recall is learned in half a minute.
     every, slices = max(1, settings.steps // 5), commas("x".join(map(str, part)) for part in settings.recall)
     train = (
-        f"--model.conv-size 4 --model.num-hidden-layers 1 --steps {settings.steps} --seed {settings.seed} "
+        f"--model.conv-size 4 --model.num-hidden-layers 1 --steps {settings.steps} "
         f"--optimizer.warmup {min(20, settings.steps)} --runtime.device {{device}} --runtime.no-tensorboard "
         f"--runtime.log-every 25 --runtime.checkpoint-every {every} --runtime.validate-every {every}"
     )
     test = f"--suite mqar --slices {slices} --seed {settings.seed} --device {{device}} --dtype float32"
-    for system in settings.systems:
-        name, title = recipe_name(system, "tiny"), f"{label(system)} learns recall: {settings.steps} steps, then a test"
-        words = (f"train {name} --run-dir {{out}} {train}", f"eval {{out}} --out {{out}}/eval {test}")
-        steps.append(Step(name, title, 15, words))
+    for seed, system in itertools.product(seeds_of(settings), settings.systems):
+        title = f"{label(system)} learns recall, seed {seed}: {settings.steps} steps, then a test"
+        learn = f"train {recipe_name(system, 'tiny')} --run-dir {{out}} --seed {seed} {train}"
+        steps.append(Step(trained(system, seed), title, 14, (learn, f"eval {{out}} --out {{out}}/eval {test}")))
     weights = {}
     needles = (  # RULER's steps of 500 words exceed the shortest
         f"niah --tasks niah_single_1,niah_book --keys odd --sizing full --lengths {commas(settings.needle_lengths)} "
@@ -145,6 +147,15 @@ def plan(settings: Settings) -> list[Step]:
     return steps
 
 
+def seeds_of(settings: Settings) -> range:
+    return range(settings.seed, settings.seed + settings.seeds)
+
+
+def trained(system: str, seed: int) -> str:
+    """The folder of a run."""
+    return f"{recipe_name(system, 'tiny')}-seed{seed}"
+
+
 def commas(values: Iterable[object]) -> str:
     return ",".join(map(str, values))
 
@@ -154,7 +165,7 @@ def make(step: Step, out: Path, device: str) -> None:
     import torch
 
     paths, threads = {"out": out / step.folder, "shipped": shipped.root(), "device": device}, torch.get_num_threads()
-    if device == "cpu" and step.folder.endswith("_tiny"):
+    if device == "cpu" and TINY in step.folder:
         torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
     try:
         for words in step.commands:
@@ -257,7 +268,7 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
     """What to know of the models before their numbers are compared."""
     ship = [step.folder for step in steps if step.folder in TRIO]
     said = []
-    if any(step.folder.endswith("_tiny") for step in steps):
+    if any(TINY in step.folder for step in steps):
         said.append("The models trained here have one layer and a convolution over 4 tokens; the paper's GLA has none.")
     for name in ship[:1]:  # they are trained alike
         with contextlib.suppress(FileNotFoundError):
@@ -290,9 +301,13 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
             rows.append((label(system), *(f"{found[name]['value']:.{digits}f}" for name in columns)))
         tables.show(("", *columns.values()), rows, title)
 
-    trained = {recipe_name(system, "tiny"): system for system in settings.systems}
     columns = {f"{length}-{pairs}": f"{pairs} pairs in {length} tokens" for length, pairs, _ in settings.recall}
-    table("Recall, trained here: keys answered, %", trained, "eval/mqar.json", columns)
+    found = {system: recalled(settings, system) for system in settings.systems}
+    rows = [(label(system), *(spread([x[name] for x in found[system]]) for name in columns)) for system in found]
+    title = f"Recall, trained here: keys answered, %, mean and range of {plural(settings.seeds, 'seed')}"
+    tables.show(("", *columns.values()), rows, title)
+    for line in shown_by(found, *list(columns.items())[-1]):
+        console.print(line, markup=False)
     ship = {step.folder: TRIO[step.folder] for step in steps if step.folder in TRIO}
     if ship:
         tasks = {"niah_single_1": "noise", "niah_book": "book"}
@@ -305,10 +320,39 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         table(title, ship, "length.json", columns)
     for note in notes(settings, steps):
         console.print(note, markup=False)
-    console.print(
-        f"One seed ({settings.seed}), minutes of training and few samples show that everything works, not which model "
-        "is better: another --seed changes the ranking in the first table. docs/results.md has runs with several seeds."
-    )
+    console.print("Models this small show that everything works, not which read is better: docs/study.md asks that.")
+
+
+def recalled(settings: Settings, system: str) -> list[dict[str, float]]:
+    """What the runs of a system answered, by seed and slice, in percent."""
+    files = [settings.out / trained(system, seed) / "eval" / "mqar.json" for seed in seeds_of(settings)]
+    return [{name: score["value"] for name, score in read(file)["scores"].items()} for file in files]
+
+
+def spread(values: Sequence[float]) -> str:
+    """
+    >>> spread([90.0, 95.5, 100.0])
+    '95.2 (90–100)'
+    """
+    return f"{sum(values) / len(values):.1f} ({min(values):.0f}–{max(values):.0f})"
+
+
+def shown_by(found: dict[str, list[dict[str, float]]], slice_: str, heading: str) -> list[str]:
+    """Of each read, whether it beats the control, which is the first, with every seed.
+
+    >>> control, read = ([{"32-8": x} for x in values] for values in ([80.0, 70.0, 75.0], [82.0, 71.0, 79.0]))
+    >>> shown_by({"gla-unit": control, "ccq-gla": read}, "32-8", "8 pairs")
+    ['CCQ-GLA minus control, 8 pairs: +2.0, +1.0, +4.0 by seed. All agree: by chance they do in one of 4.']
+    """
+    control, *reads = found
+    lines = []
+    for system in reads:
+        each = [a[slice_] - b[slice_] for a, b in zip(found[system], found[control], strict=True)]
+        agree = all(x > 0 for x in each) or all(x < 0 for x in each)
+        verdict = f"All agree: by chance they do in one of {2 ** (len(each) - 1)}." if agree else "They do not agree."
+        told = ", ".join(f"{x:+.1f}" for x in each)
+        lines.append(f"{SYSTEMS[system].label} minus control, {heading}: {told} by seed. {verdict}")
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,9 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ccq demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=defaults.out, help="folder to write to (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="start over: remove the files of an earlier demo")
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, help="seed of data and training (default: %(default)s)"
-    )
+    told = "first of three seeds of data and training (default: %(default)s)"
+    parser.add_argument("--seed", type=int, default=defaults.seed, help=told)
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     options = parser.parse_args(argv)
     try:

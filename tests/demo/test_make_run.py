@@ -21,6 +21,7 @@ from ccq.train.loop import Trainer
 
 SMALL = demo.Settings(
     systems=("gla", "ccq-gla"),
+    seeds=1,
     device="cpu",
     steps=4,
     recall=((16, 2, 8), (32, 4, 8)),
@@ -88,8 +89,8 @@ def test_all_of_it_is_there_without_a_network(first):
     out, text = first
     for path in (
         "regimes/scores.png",
-        "gla_tiny/log.jsonl",
-        "ccq_gla_tiny/eval/mqar.json",
+        "gla_tiny-seed0/log.jsonl",
+        "ccq_gla_tiny-seed0/eval/mqar.json",
         "gla-unit-pico/niah.json",
         "ccq-gla-pico/length.json",
         "alignment/alignment_ccq_gla_pico_depth.png",
@@ -98,16 +99,28 @@ def test_all_of_it_is_there_without_a_network(first):
         assert (out / path).stat().st_size > 0, path
     assert "Using the CPU" in text
     assert re.search(r"The page: .*/laptop/report/index.html", text)
-    assert "not which model is better" in " ".join(text.split())
+    assert "CCQ-GLA minus control, 4 pairs in 32 tokens: " in " ".join(text.split())
+
+
+def test_three_seeds_of_each_row_are_trained_in_turn():
+    runs = [step.folder for step in demo.plan(demo.Settings(seed=4)) if demo.TINY in step.folder]
+    assert len(runs) == len(set(runs)) == 9
+    assert runs[:3] == ["gla_unit_tiny-seed4", "ccq_gla_tiny-seed4", "gla_projected_tiny-seed4"]
+    assert demo.TRAINED[0] == demo.SYSTEMS["ccq-gla"].control == demo.SYSTEMS["gla-projected"].control
+
+
+def test_seeds_that_do_not_agree_show_nothing():
+    found = {"gla-unit": [{"s": 50.0}, {"s": 60.0}], "ccq-gla": [{"s": 52.0}, {"s": 60.0}]}
+    assert demo.shown_by(found, "s", "x") == ["CCQ-GLA minus control, x: +2.0, +0.0 by seed. They do not agree."]
 
 
 def test_tables_hold_what_the_files_hold(first):
     out, text = first
-    recall = json.loads((out / "ccq_gla_tiny/eval/mqar.json").read_text())
+    recall = json.loads((out / "ccq_gla_tiny-seed0/eval/mqar.json").read_text())
     assert recall["settings"]["vocabulary"] == 48
     row = next(line for line in text.splitlines() if line.strip().startswith("CCQ-GLA"))
-    values = [f"{recall['scores'][name]['value']:.1f}" for name in ("16-2", "32-4")]
-    assert row.split()[1:] == values
+    values = [recall["scores"][name]["value"] for name in ("16-2", "32-4")]
+    assert row.split()[1:] == [word for x in values for word in (f"{x:.1f}", f"({x:.0f}–{x:.0f})")]
     length = json.loads((out / "gla-pico/length.json").read_text())
     assert length["settings"]["corpora"]["book"]["tokens"] == 300
     rows = [line for line in text.splitlines() if line.strip().startswith("GLA ")]
@@ -127,7 +140,7 @@ def test_page_shows_both_kinds_of_model(first):
     for word in ("Recall (MQAR)", "CCQ-GLA", "Unit-norm GLA", "alignment"):
         assert word in page
     lines = (first[0] / "report/report.md").read_text().splitlines()
-    for run, label in (("gla_tiny", "GLA"), ("ccq_gla_tiny", "CCQ-GLA")):
+    for run, label in (("gla_tiny-seed0", "GLA"), ("ccq_gla_tiny-seed0", "CCQ-GLA")):
         values = [f"{x['value']:.2f}" for x in scores(first[0], run, "eval/mqar.json").values()]
         rows = [line for line in lines if line.startswith(f"| {label}, 1 layer, convolution of 4")]  # not the recipe's
         assert any(all(value in line for value in values) for line in rows), values
@@ -153,8 +166,8 @@ def test_other_settings_make_only_what_they_change(first, ships, empty_page, tmp
     after = times(out)
     for name in ("ccq-gla-pico/niah.json", "alignment/alignment_ccq_gla_pico.json"):
         assert after[name] == before[name]
-    assert json.loads((out / "gla_tiny/config.json").read_text())["steps"] == 5
-    assert json.loads((out / "gla_tiny/log.jsonl").read_text().splitlines()[-1])["step"] == 5
+    assert json.loads((out / "gla_tiny-seed0/config.json").read_text())["steps"] == 5
+    assert json.loads((out / "gla_tiny-seed0/log.jsonl").read_text().splitlines()[-1])["step"] == 5
 
 
 def test_fresh_removes_what_the_demo_wrote_alone_and_without_shipped_models_it_goes_on(
@@ -165,11 +178,11 @@ def test_fresh_removes_what_the_demo_wrote_alone_and_without_shipped_models_it_g
     shutil.copytree(first[0], out)
     (out / "mine").mkdir()
     (out / "mine" / "notes.txt").write_text("keep")
-    (out / "gla_tiny" / "marker").write_text("old")
+    (out / "gla_tiny-seed0" / "marker").write_text("old")
     text = told(small(out, systems=("gla",)), fresh=True)
     assert (out / "mine" / "notes.txt").read_text() == "keep"
-    assert not (out / "gla_tiny" / "marker").exists()
-    assert not (out / "ccq_gla_tiny").exists()
+    assert not (out / "gla_tiny-seed0" / "marker").exists()
+    assert not (out / "ccq_gla_tiny-seed0").exists()
     assert not (out / "ccq-gla-pico").exists()
     assert "shipped models are missing" in text
     assert "Needles found" not in text
@@ -183,10 +196,10 @@ def test_a_damaged_model_is_named_before_anything_is_trained(trio, tmp_path, mon
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["demo", "--out", str(tmp_path / "laptop")]) == 1
     assert "gla-unit-pico/model.safetensors is damaged" in capsys.readouterr().err
-    assert not (tmp_path / "laptop" / "gla_tiny").exists()
+    assert not (tmp_path / "laptop" / "gla_tiny-seed0").exists()
 
 
-@pytest.mark.parametrize("file", ["gla_tiny/eval/mqar.json", "gla_tiny/config.json"])
+@pytest.mark.parametrize("file", ["gla_tiny-seed0/eval/mqar.json", "gla_tiny-seed0/config.json"])
 def test_what_is_damaged_is_made_anew(first, ships, empty_page, tmp_path, file):
     out = tmp_path / "laptop"
     shutil.copytree(first[0], out)
@@ -200,7 +213,7 @@ def test_what_is_damaged_is_made_anew(first, ships, empty_page, tmp_path, file):
     assert file in again
     assert {Path(name).parts[0] for name in again} == {Path(file).parts[0]}
     # trained as the first time
-    assert scores(out, "gla_tiny", "eval/mqar.json") == scores(first[0], "gla_tiny", "eval/mqar.json")
+    assert scores(out, "gla_tiny-seed0", "eval/mqar.json") == scores(first[0], "gla_tiny-seed0", "eval/mqar.json")
 
 
 def test_evaluation_goes_on_from_its_answers(first, ships, empty_page, tmp_path, monkeypatch):
@@ -274,7 +287,7 @@ def test_an_interruption_that_a_library_swallows_stops_it_after_the_step(tmp_pat
     monkeypatch.setattr(demo, "make", swallow)
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
         demo.run(small(tmp_path / "laptop", systems=("gla",)))
-    assert not (tmp_path / "laptop/gla_tiny").exists()
+    assert not (tmp_path / "laptop/gla_tiny-seed0").exists()
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -287,7 +300,7 @@ def test_stopped_before_a_step_of_other_settings_begins_it_goes_on(first, ships,
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
             demo.run(small(out, steps=5, systems=("gla",)))
     told(small(out, steps=5, systems=("gla",)))
-    assert json.loads((out / "gla_tiny/config.json").read_text())["steps"] == 5
+    assert json.loads((out / "gla_tiny-seed0/config.json").read_text())["steps"] == 5
 
 
 def interrupt(*_):
