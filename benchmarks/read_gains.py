@@ -61,9 +61,11 @@ def figure() -> Figure:
 
         return Panel(f"eigenvalues sum to {total:g}", draw)
 
-    legend = [(name, colour, dashes, "o") for name, (colour, dashes, _) in READS.items()]
+    legend = {name: {"color": colour, "ls": dashes, "marker": "o"} for name, (colour, dashes, _) in READS.items()}
     return Figure("reads", "Reads by eigenvalue", "", [panel(SUM), panel(SUM / 10)], legend, 2, (4.2, 3.2))
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not sys.argv[1].endswith(".png"):
+        sys.exit("usage: python benchmarks/read_gains.py FILE.png")
     print(f"Wrote {save(figure(), Path(sys.argv[1]))}")

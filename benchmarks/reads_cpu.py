@@ -7,6 +7,7 @@ The reads take turns on one thread, and the fastest call of each counts: other w
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def passes(step: str, decayed: bool):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT, help="file to write (default: that of docs/reads.md)")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     calls = {(name, which): call for name, how in READS.items() for which, call in passes(*how).items()}
     fastest = dict.fromkeys(calls, float("inf"))
@@ -55,7 +59,7 @@ def main() -> None:
              "over_scaled": seconds / fastest["scaled", which]}
         )  # fmt: skip
         print(f"{name:20} {which:22} {1e3 * seconds:7.1f} ms  {rows[-1]['over_scaled']:.2f}")
-    write_json(OUT, {**provenance("python benchmarks/reads_cpu.py"), "cpu": cpu(), "rows": rows})
+    write_json(arguments.out, {**provenance("python benchmarks/reads_cpu.py"), "cpu": cpu(), "rows": rows})
 
 
 if __name__ == "__main__":

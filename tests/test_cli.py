@@ -148,3 +148,10 @@ def test_a_module_of_the_users_is_imported_first(command, tmp_path, monkeypatch,
             cli.main(["made-up", "--import", "my_broken"])
     finally:
         sys.modules.pop("my_mixers", None)
+
+
+def test_only_training_is_said_to_resume(capsys):
+    for name, resumes in (("train", True), ("plan", False)):
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        assert ("resumes a run" in capsys.readouterr().out) == resumes

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scripts import script
 
+from ccq import figures
 from ccq.files import read_text
 
 ROOT = Path(__file__).parent.parent
@@ -110,10 +111,14 @@ def test_systems_and_options_of_the_page_are_there():
     from ccq.model import CCQConfig
     from ccq.systems import SYSTEMS
 
-    table = PAGE[PAGE.index("| read | q_clean") : PAGE.index("lam is between")]
+    table = PAGE[PAGE.index("| read | q_clean") : PAGE.index("lam is a number between")]
     for name in re.findall(r"`((?:gla|ccq|gated|mesa)[\w-]*)`", PAGE):
         assert name in SYSTEMS or name.startswith("ccq-*"), name
     for option in re.findall(r"`(\w+=[^`,]+)`", table):
         alone = option.startswith(("clean", "mixer", "cg_steps"))
         eval(f"CCQConfig({option})" if alone else f"CCQConfig(clean=True, {option})")
     assert CCQConfig(clean=True, covariance_decay="learned").covariance_decay == "learned"
+
+
+def test_the_figure_can_be_drawn_again(tmp_path):
+    assert figures.save(GAINS.figure(), tmp_path / "reads.png").stat().st_size > 10_000

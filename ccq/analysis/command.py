@@ -20,13 +20,13 @@ from ccq.provenance import provenance
 def make_parser(kind: str, about: str | None, variants: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"ccq analyze {kind}", description=(about or "").splitlines()[0])
     add = parser.add_argument
-    models = "a shipped model, a from_pretrained folder, a .gguf file, or a name on the Hub"
+    models = "a shipped model, a run, a from_pretrained folder, a .gguf file, or a name on the Hub"
     add("model", metavar="MODEL", help=models)
     add("--device", default=best_device(), help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
     add("--tokenizer", help="a folder or name, if MODEL has no tokenizer")
     add("--bos", action="store_true", help="start every prompt with the beginning-of-text token")
-    add("--variants", type=int, default=variants, help="prompts of each of five kinds (default: %(default)s)")
+    add("--variants", type=int, default=variants, help="prompts of each of five kinds, 3 to 8 (default: %(default)s)")
     add("--sentences", type=int, help="filler sentences per prompt (default: all 120)")
     add("--name", help="name of the model in the result (default: its file or folder)")
     add("--out", type=Path, default=Path("runs/analysis"), help="folder to write to (default: %(default)s)")

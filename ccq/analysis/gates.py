@@ -1,5 +1,4 @@
-"""How much does a trained model clean, and when? Mean lam by layer and head, and how far the read turns the query: the
-angle between q and q_clean.
+"""How much does a trained model clean, and when? Mean lam by layer and head, and the angle between q and q_clean.
 
     text        ordinary text: a file, or our filler
     filler      the filler of needle prompts

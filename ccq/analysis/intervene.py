@@ -134,6 +134,10 @@ def main(argv: Sequence[str]) -> int:
         row = rows.setdefault(change.name, {"intervention": change.name, "suites": {}})
         for suite, result in found.items():
             row["suites"][suite] = {x: score["value"] for x, score in result["scores"].items()}
+        if change == Intervention():  # a change has nothing to be compared with where the model as it is has failed
+            suites = [suite for suite in suites if suite.name in found]
+            if not suites:
+                return 1
     write(path, {**told, "rows": list(rows.values())})
     show(list(rows.values()))
     return int(failed)

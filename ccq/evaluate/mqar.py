@@ -99,7 +99,9 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
 
 UPDATES = Option("updates", "number of overwritten keys (default: the model's own, else 0)", int)
 NOISE = Option("noise", "share of noise pairs (default: the model's own, else 0.2)", float)
-SLICES = Option("slices", "other samples than the model's own, such as 32x4x256: tokens, pairs, samples", recall_slices)
+SLICES = Option(
+    "slices", "other samples than the model's own: 32x4x256 is tokens x pairs (mad: motif) x samples", recall_slices
+)
 SIZE = Option("recall_vocab_size", "vocabulary of the samples (default: the model's own, else as published)", positive)
 
 SUITE = Suite(

@@ -4,6 +4,7 @@ there, and knows no more of it than stands in that object."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import pkgutil
@@ -117,7 +118,11 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    return whole_numbers(text)[0]
+    """One number: a list, of which only a part could count, is refused."""
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected one whole number above 0, got {text!r}")
 
 
 def lengths_option(default: str) -> Option:

@@ -19,7 +19,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, all tokens)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto (default): float32 on a CPU, the dtype of the checkpoint on a GPU",
+    )
     arguments = parser.parse_args(argv)
     for name, wrong, what in (
         ("prompt", not arguments.prompt.strip(), "some text, got an empty prompt"),

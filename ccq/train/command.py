@@ -13,9 +13,14 @@ from ccq.systems import SIZES, SYSTEMS
 if TYPE_CHECKING:
     from ccq.train.config import Config
 
+RESUME = """
+
+The same command resumes a run: exactly on a CPU with as many ranks as before; with another number of ranks,
+the data come in the same order and the weights differ by rounding."""
+
 
 def main(argv: Sequence[str]) -> int:
-    parser = recipe_parser("train", (__doc__ or "").splitlines()[0])
+    parser = recipe_parser("train", (__doc__ or "").splitlines()[0], RESUME)
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/RECIPE)")
     parser.add_argument(
         "--init", metavar="MODEL", help="start from the weights and options of a model: a folder, a run, or a name"
@@ -30,8 +35,8 @@ def run_dir(options: argparse.Namespace) -> Path:
     return options.run_dir or Path("runs") / options.recipe
 
 
-def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser for `ccq COMMAND RECIPE`; what it does not know are fields of the config."""
+def recipe_parser(command: str, description: str, more: str = "") -> argparse.ArgumentParser:
+    """A parser for `ccq COMMAND RECIPE`; what it does not know are fields of the config. `more` ends the help."""
 
     def table(lines: dict[str, str]) -> str:
         return "".join(f"\n  {name:<29} {line}" for name, line in lines.items())
@@ -43,9 +48,7 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog=f"A recipe is SYSTEM_SIZE, such as ccq_gla_tiny.\n\nsystems:{systems}\n\nsizes:{sizes}\n\n"
         "Any field of a recipe can be set: --steps 20 --seed 0 --optimizer.lr 3e-4 --model.num-hidden-layers 4 ...\n"
-        f"`ccq {command} RECIPE --help` lists them.\n\n"
-        "The same command resumes a run: exactly on a CPU with as many ranks as before; with another number of ranks,\n"
-        "the data come in the same order and the weights differ by rounding.",
+        f"`ccq {command} RECIPE --help` lists them.{more}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

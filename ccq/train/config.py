@@ -271,6 +271,8 @@ def fixed(config: Config) -> dict[str, Any]:
 def differences(saved: Config, asked: Config) -> list[str]:
     """'field: the run has x, asked for y' for each field that must not change within a run."""
     before, now = fixed(saved), fixed(asked)
+    if saved.optimizer.schedule != asked.optimizer.schedule:  # which is named; only one of them may fix the length
+        before["steps"] = now["steps"] = None
     return [
         f"{name}: the run has {before.get(name)!r}, asked for {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())

@@ -194,6 +194,13 @@ def test_samples_are_drawn_once_and_what_is_finished_is_not_run_again(tmp_path, 
     assert capsys.readouterr().out.count("already finished") == 2
 
 
+def test_a_suite_that_fails_as_trained_is_said_once(tmp_path, capsys):
+    arguments = ["ccq-gla-pico", "--suite", "niah", "--lengths", "512", "--device", "cpu", "--off", "--each-layer"]
+    assert main([*arguments, "--tasks", "niah_book", "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.count("512 is too short for niah_book") == 1
+    assert not (tmp_path / "out" / "intervene.json").exists()
+
+
 def test_a_command_without_an_intervention_or_with_an_unknown_suite_is_refused(tmp_path, capsys):
     for arguments, text in (
         ([], "at least one intervention"),

@@ -249,7 +249,12 @@ def test_the_command_evaluates_a_folder(folder, data, tmp_path, capsys):
     [
         (["--suite", "nia"], "--suite: unknown suite 'nia'. Did you mean 'niah'?"),
         (["--lengths", "1k"], "expected whole numbers separated by commas, got '1k'"),
-        (["--limit", "0"], "expected numbers above 0, got '0'"),
+        (["--lengths", "64,0"], "expected numbers above 0, got '64,0'"),
+        (["--limit", "0"], "--limit: expected one whole number above 0, got '0'"),
+        (["--limit", "many"], "--limit: expected one whole number above 0, got 'many'"),
+        (["--limit", "3,4"], "--limit: expected one whole number above 0, got '3,4'"),
+        (["--suite", "length", "--tokens", "64,128"], "--tokens: expected one whole number above 0, got '64,128'"),
+        (["--suite", "niah", "--answer-tokens", "24,"], "--answer-tokens: expected one whole number above 0"),
         (["--data", "/nowhere/at/all"], "--data: /nowhere/at/all is not a folder"),
         (["--suite", "lm,niah", "--tasks", "piqa"], "--tasks: expected one --suite"),
         (

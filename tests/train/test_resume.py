@@ -376,6 +376,7 @@ def hold_lock(run):
     [
         ({"lr": 2e-3}, "optimizer.lr: the run has 0.001, asked for 0.002"),
         ({"seed": 1}, "seed: the run has 0, asked for 1"),
+        ({"schedule": "cosine", "steps": STEPS + 1}, "optimizer.schedule: the run has 'constant', asked for 'cosine'"),
         ({"gate_init": 0.1}, "model.gate_init"),
         ({"slices": ((16, 2, 301), (24, 3, 300))}, "data.slices"),
         ({"dtype": "fp64"}, "dtype"),
