@@ -51,7 +51,7 @@ def train(config: Config, run: Path) -> int:
         on_main(world, lambda: folder.claim(run, config, newest(root) or 0))
         log = Log(run, config, world.main)
         if finished:
-            log.say(f"{run} is finished: {config.steps} steps. `ccq export {run} OUT_DIR` writes its model.")
+            log.say(f"{run} is finished: {plural(config.steps, 'step')}. `ccq export {run} OUT_DIR` writes its model.")
             return 0
         checkpoints = Checkpoints(root, world, config.runtime.keep)
         try:
@@ -137,7 +137,8 @@ class Run:
                     self.log.say(f"stopped by {name} at step {step}: checkpoint saved; the same command resumes")
                     return 128 + getattr(signal, name, 15)
         skipped = f", {trainer.progress['skipped']} skipped" if trainer.progress["skipped"] else ""
-        self.log.say(f"finished: {config.steps} steps{skipped}; {folder_of(self.checkpoints.root, config.steps)}")
+        written = folder_of(self.checkpoints.root, config.steps)
+        self.log.say(f"finished: {plural(config.steps, 'step')}{skipped}; {written}")
         return 0
 
     def begin_from(self, name: str) -> None:
