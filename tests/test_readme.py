@@ -12,7 +12,6 @@ import pytest
 from made_results import BENCHMARKS
 from scripts import script
 
-from ccq import demo
 from ccq.evaluate.compare import compare
 from ccq.files import read_text
 from ccq.model import CCQConfig
@@ -175,8 +174,8 @@ def test_what_a_page_says_in_words_is_in_the_files(page):
     sentences = re.findall(r"<!-- holds: (.+?) -->", page.read_text())
     assert len(sentences) >= 3
     for sentence in sentences:
-        assert eval(sentence, globals() | {"paper": load(), "TRAINED": demo.TRAINED, "TRIO": demo.TRIO}), sentence
+        assert eval(sentence, globals() | {"paper": load()}), sentence
 
 
 def test_the_readme_is_short():
-    assert len(PAGES[0].read_text().splitlines()) <= 130
+    assert len(PAGES[0].read_text().splitlines()) < 130

@@ -88,6 +88,18 @@ def test_the_text_path_of_the_readme_runs(empty_folder, capsys):
     assert run_sh(source) == 0, capsys.readouterr().err
 
 
+def test_the_other_commands_of_the_readme_run(empty_folder, capsys):
+    """A shipped model stands for the Hub's; what `make` runs has tests of its own, and pip has brought us here."""
+    Path("story.txt").write_text(book()["stories"][0], encoding="utf-8")
+    assert run_sh("ccq data prepare story.txt --tokenizer gla-pico --out shards") == 0
+    sources = [source for _, _, source in blocks(ROOT / "README.md", "sh") if "ccq data tokenizer" not in source]
+    lines = [line for source in sources for line in source.splitlines() if line.startswith("ccq ")]
+    assert [line.split()[1] for line in lines] == ["doctor", "generate", "convert", "train"]
+    source = "\n".join(lines).replace("fla-hub/gla-1.3B-100B", "gla-pico")
+    source = source.replace("--run-dir", "--steps 1 --data.length 64 --data.batch 1 --optimizer.warmup 0 --run-dir")
+    assert run_sh(source) == 0, capsys.readouterr().err
+
+
 def test_the_notebook_runs(empty_folder, monkeypatch, capsys):
     monkeypatch.setenv("MPLBACKEND", "Agg")
     import matplotlib
