@@ -120,3 +120,25 @@ def test_models_of_fla_have_the_options_of_ours(system):
 
     Foreign(Recorder())(ids, targets=ids + 1, cu_seqlens=None, use_cache=False)
     assert torch.equal(said[0], ids[:, :-1] + 1)
+
+
+def test_models_of_fla_stand_in_the_tables_where_they_were_measured(tmp_path):
+    from ccq.bench import decode, train
+    from ccq.report.collect import collect
+
+    root = Path(__file__).parent.parent
+    measured = json.loads((root / "benchmarks" / "study" / "cost" / "train_fla_h200.json").read_text())
+    (tmp_path / "train.json").write_text(json.dumps(measured))
+    generated = {"system": "fla-gla", "size": "1.3b", "B": 8, "dtype": "bfloat16", "prompt": 512, "step_ms": None,
+                 "plain_ms": None, "step_tok_s": None, "generate_tok_s": 177.4}  # fmt: skip
+    (tmp_path / "decode.json").write_text(json.dumps({**measured, "bench": "decode", "rows": [generated]}))
+    found = collect([tmp_path])
+    shown = {
+        table.name: {row.label.text: [cell.text for cell in row.cells] for block in table.blocks for row in block.rows}
+        for table in (*train.tables(found), *decode.tables(found))
+    }
+    assert shown["training"]["GLA, by fla"] == ["–", "47,308", "–", "71.5"]
+    assert shown["training"]["CCQ-GLA"][1] == "47,774 (−2.4%)"  # over its own control
+    assert shown["lengths"]["Gated DeltaNet, by fla, 1.3B"] == ["46,403"]
+    assert shown["inference"]["GLA, by fla"][3:] == ["177", "–", "–"]
+    assert "Gated DeltaNet, by fla" not in shown["inference"]

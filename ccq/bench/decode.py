@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, tokens, wall_time
-from ccq.bench.tables import BATCH, RANGE, beside, changed, noted, quoted
+from ccq.bench.tables import BATCH, RANGE, beside, changed, control_of, label_of, measured_of_fla, noted, quoted
 from ccq.report.collect import Collection
 from ccq.report.paper import load
 from ccq.report.table import Block, Cell, Row, Table, marks, row_kind
-from ccq.systems import SYSTEMS
 
 
 def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
@@ -63,8 +62,8 @@ def tables(found: Collection) -> list[Table]:
     told = load().tables["inference"]
 
     rows = []
-    for system in COMPARED:
-        control = {"system": SYSTEMS[system].control}
+    for system in (*COMPARED, *measured_of_fla([*prefills, *decodes])):
+        control = {"system": control_of(system)}
         at = {"system": system, "size": "1.3b", "B": BATCH}
         line = [
             quoted("inference", system, "4K prefill, ms"),
@@ -73,7 +72,7 @@ def tables(found: Collection) -> list[Table]:
             *(beside(decodes, changed(key), control, **at) for key in ("generate_tok_s", "step_tok_s")),
             beside(decodes, changed("step_ms", ".2f", ratio=None), control, **at),
         ]
-        rows.append(Row(Cell(SYSTEMS[system].label), line, row_kind(system)))
+        rows.append(Row(Cell(label_of(system)), line, row_kind(system)))
     both, notes = [*prefills, *decodes], []
     if both:
         notes.append(

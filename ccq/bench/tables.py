@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ccq.bench.results import FLA
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
 from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks
@@ -39,6 +40,19 @@ def find(sources: list[Source], **wanted: object) -> tuple[dict, Source] | None:
             if all(row.get(key) == value for key, value in wanted.items()):
                 return row, source
     return None
+
+
+def measured_of_fla(sources: list[Source]) -> list[str]:
+    """Which of fla's own models were measured at the paper's size."""
+    return [name for name in FLA if find(sources, system=name, size="1.3b")]
+
+
+def label_of(system: str) -> str:
+    return f"{SYSTEMS[FLA[system]].label}, by fla" if system in FLA else SYSTEMS[system].label
+
+
+def control_of(system: str) -> str | None:
+    return None if system in FLA else SYSTEMS[system].control
 
 
 def noted(sources: Iterable[Source]) -> str:
@@ -86,6 +100,8 @@ def changed(
     def shown(row: dict, control: dict | None = None) -> tuple[str, str]:
         values: list[Any] = [x[key] if x else None for x in (row, control)]
         mine, its = (x["median"] if isinstance(x, dict) else x for x in values)
+        if mine is None:  # fla's models have no captured step
+            return "–", ""
         ends = [f"{scale * row[key][end]:{form}}" for end in ("low", "high")] if isinstance(row[key], dict) else []
         brackets = f" ({ratio(mine / its)})" if its and ratio else ""
         return f"{scale * mine:{form}}{unit}{brackets}", "–".join(ends)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ccq.bench.results import COMPARED, FLA, NOTE, listed, make_parser, run, summarise
-from ccq.bench.tables import beside, changed, newest, noted, quoted
+from ccq.bench.tables import beside, changed, control_of, label_of, measured_of_fla, newest, noted, quoted
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
@@ -96,13 +96,13 @@ def tables(found: Collection) -> list[Table]:
     sources = found.of("bench", "train")
     told = load().tables["training"]
     rows = []
-    for system in (*COMPARED, "transformer"):
+    for system in (*COMPARED, "transformer", *measured_of_fla(sources)):
         cells = []
         for column, key, form in zip(told.columns, ("tokens_per_second", "peak_gib"), (",.0f", ".1f"), strict=True):
             at = {"system": system, "size": "1.3b", "length": 4096}
             cells.append(quoted("training", system, column.heading))
-            cells.append(beside(sources, changed(key, form), {"system": SYSTEMS[system].control}, **at))
-        rows.append(Row(Cell(SYSTEMS[system].label), cells, row_kind(system)))
+            cells.append(beside(sources, changed(key, form), {"system": control_of(system)}, **at))
+        rows.append(Row(Cell(label_of(system)), cells, row_kind(system)))
     notes = [
         "The paper's numbers are for one GPU of eight (FSDP, 64K tokens per GPU and step): compare ratios, not rates."
     ]
@@ -126,11 +126,9 @@ def lengths_table(source: Source) -> Table:
 
     rows = []
     for system, size in dict.fromkeys((row["system"], row["size"]) for row in source.content["rows"]):
-        if system in FLA:
-            continue
-        control = {"system": SYSTEMS[system].control}
+        control = {"system": control_of(system)}
         cells = [beside([source], shown, control, system=system, size=size, length=length) for length in lengths]
-        rows.append(Row(Cell(f"{SYSTEMS[system].label}, {scale_label(size)}"), cells, row_kind(system)))
+        rows.append(Row(Cell(f"{label_of(system)}, {scale_label(size)}"), cells, row_kind(system)))
     notes = [
         f"Tokens a second on one GPU, {first['tokens']:,} tokens a step, {first['dtype']}{noted([source])}; in "
         f"brackets what CCQ changes. {marks([source])}",
