@@ -110,3 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"ccq {name} needs {missing.name}: pip install 'ccq[{extra}]'", file=sys.stderr)
         return 1
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """--device and --dtype of a command that runs a model; `ccq.doctor.runnable` checks them."""
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    told = "auto (default): float32 on a CPU, the dtype of the checkpoint on a GPU"
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=told)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ccq.cli import add_run_options
+
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq generate", description=(__doc__ or "").splitlines()[0])
@@ -18,13 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy decoding")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, all tokens)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="auto (default): float32 on a CPU, the dtype of the checkpoint on a GPU",
-    )
+    add_run_options(parser)
     arguments = parser.parse_args(argv)
     for name, wrong, what in (
         ("prompt", not arguments.prompt.strip(), "some text, got an empty prompt"),

@@ -170,16 +170,16 @@ def mesa_refuses(call: Call) -> str | None:
     return fla_refuses(call)
 
 
+def compiler_refuses() -> str | None:
+    return "a compiler fuses what plain PyTorch says by itself" if torch.compiler.is_compiling() else None
+
+
 def fla_layers_refuse(call: Call) -> str | None:
-    if torch.compiler.is_compiling():
-        return "a compiler fuses what plain PyTorch says by itself"
-    return fla_refuses(call)
+    return compiler_refuses() or fla_refuses(call)
 
 
 def passes_refuse(call: Call) -> str | None:
-    if torch.compiler.is_compiling():
-        return "a compiler fuses what plain PyTorch says by itself"
-    return triton_refuses(call)
+    return compiler_refuses() or triton_refuses(call)
 
 
 def gluon_conv_refuses(call: Call) -> str | None:

@@ -7,6 +7,8 @@ import ipaddress
 import os
 from collections.abc import Sequence
 
+from ccq.cli import add_run_options
+
 KEY = "CCQ_API_KEY"  # an argument would be seen by all who list processes
 
 
@@ -29,13 +31,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="auto (default): float32 on a CPU, the dtype of the checkpoint on a GPU",
-    )
+    add_run_options(parser)
     parser.add_argument("--batch", type=int, default=16, help="requests generated together (default: %(default)s)")
     parser.add_argument(
         "--context", type=int, help="maximum tokens of prompt and answer (default: the training length)"
