@@ -306,7 +306,7 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
     rows = [(label(system), *(spread([x[name] for x in found[system]]) for name in columns)) for system in found]
     title = f"Recall, trained here: keys answered, %, mean and range of {plural(settings.seeds, 'seed')}"
     tables.show(("", *columns.values()), rows, title)
-    for line in shown_by(found, *list(columns.items())[-1]):
+    for line in agreement(found, *list(columns.items())[-1]):
         console.print(line, markup=False)
     ship = {step.folder: TRIO[step.folder] for step in steps if step.folder in TRIO}
     if ship:
@@ -337,11 +337,11 @@ def spread(values: Sequence[float]) -> str:
     return f"{sum(values) / len(values):.1f} ({min(values):.0f}–{max(values):.0f})"
 
 
-def shown_by(found: dict[str, list[dict[str, float]]], slice_: str, heading: str) -> list[str]:
+def agreement(found: dict[str, list[dict[str, float]]], slice_: str, heading: str) -> list[str]:
     """Of each read, whether it beats the control, which is the first, with every seed.
 
     >>> control, read = ([{"32-8": x} for x in values] for values in ([80.0, 70.0, 75.0], [82.0, 71.0, 79.0]))
-    >>> shown_by({"gla-unit": control, "ccq-gla": read}, "32-8", "8 pairs")
+    >>> agreement({"gla-unit": control, "ccq-gla": read}, "32-8", "8 pairs")
     ['CCQ-GLA minus control, 8 pairs: +2.0, +1.0, +4.0 by seed. All agree: by chance they do in one of 4.']
     """
     control, *reads = found

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ccq.files import check_free
+from ccq.names import plural
 
 MADE_BY = "Made by `ccq report`"  # how the last line of every page begins
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.out is None:
             return 0
     written = page.write(out)
-    print(f"Wrote {written[0]}, {written[1].name} and {len(written) - 2} figures")
+    print(f"Wrote {written[0]}, {written[1].name} and {plural(len(written) - 2, 'figure')}")
     if not found.sources:
         print(f"ccq report: no result in {', '.join(map(str, arguments.paths)) or 'what was given'}", file=sys.stderr)
     return int(not found.sources)

@@ -136,6 +136,8 @@ class Config:
                     "data.path: this recipe makes recall samples and reads no text; to train it on text, add "
                     "--data.source tokens and the --model.vocab-size of its tokenizer"
                 )
+        if self.foreign and self.init is None:
+            raise RunError("foreign: expected a model in --init, which sets this, got none")
         if self.runtime.workers not in (0, 1):
             raise RunError(f"runtime.workers: expected 0 or 1, got {self.runtime.workers}")
         least_of = {

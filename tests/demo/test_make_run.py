@@ -111,7 +111,7 @@ def test_three_seeds_of_each_row_are_trained_in_turn():
 
 def test_seeds_that_do_not_agree_show_nothing():
     found = {"gla-unit": [{"s": 50.0}, {"s": 60.0}], "ccq-gla": [{"s": 52.0}, {"s": 60.0}]}
-    assert demo.shown_by(found, "s", "x") == ["CCQ-GLA minus control, x: +2.0, +0.0 by seed. They do not agree."]
+    assert demo.agreement(found, "s", "x") == ["CCQ-GLA minus control, x: +2.0, +0.0 by seed. They do not agree."]
 
 
 def test_tables_hold_what_the_files_hold(first):

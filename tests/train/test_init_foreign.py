@@ -138,5 +138,7 @@ def test_what_it_cannot_do_is_refused(folder, tmp_path, capsys):
     config = read(tmp_path / "kept" / "config.json")
     with pytest.raises(RunError, match="trains in one process"):
         parallelize(make("qwen3_5"), config, World(0, 2, torch.device("cpu"), None))
+    assert cli.main(["train", "gla_tiny", "--foreign", "--run-dir", str(tmp_path / "run")]) == 1
+    assert "foreign: expected a model in --init" in capsys.readouterr().err
     assert cli.main(command(folder, tmp_path / "run", init="nothing")) == 1
     assert "nothing" in capsys.readouterr().err
