@@ -1,4 +1,4 @@
-"""`ccq bench layer`: the paper's per-layer table. fla's layers at the 1.3B shape, alone and with CCQ.
+"""`ccq bench layer`: the paper's per-layer table. fla's layers at the 1.3B shape or another, alone and with CCQ.
 
     fla        the layer as fla has it (its Gated DeltaNet normalises q and k, its GLA does not)
     unit       with unit q and k: the control that CCQ is to be set against
@@ -25,7 +25,7 @@ from ccq.report.paper import load
 from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
-HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
+PAPER = {"hidden": 2048, "heads": 6, "key": 256, "value": 512}
 RECURRENCES: dict[str, Callable] = {}
 VARIANTS = ("fla", "unit", "composed", "ours", "projected")
 CLEANED = ("composed", "ours", "projected")
@@ -33,7 +33,7 @@ ALONE = {"gla": "unit", "gdn": "fla"}  # with unit q and k; fla's Gated DeltaNet
 PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
 
 
-def make_layer(backbone: str, variant: str) -> nn.Module:
+def make_layer(backbone: str, variant: str, hidden: int, heads: int, key: int, value: int) -> nn.Module:
     """An fla layer whose recurrence gets q and k through `variant`."""
     import fla.layers.gated_deltanet as gdn
     import fla.layers.gla as gla
@@ -43,13 +43,13 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
     module, name = (gla, "chunk_gla") if backbone == "gla" else (gdn, "chunk_gated_delta_rule")
     if backbone == "gla":
         layer: nn.Module = gla.GatedLinearAttention(
-            hidden_size=HIDDEN, expand_k=HEADS * KEY / HIDDEN, expand_v=HEADS * VALUE / HIDDEN, num_heads=HEADS
+            hidden_size=hidden, expand_k=heads * key / hidden, expand_v=heads * value / hidden, num_heads=heads
         )
     else:
-        layer = gdn.GatedDeltaNet(hidden_size=HIDDEN, head_dim=KEY, num_heads=HEADS, expand_v=VALUE / KEY)
+        layer = gdn.GatedDeltaNet(hidden_size=hidden, head_dim=key, num_heads=heads, expand_v=value / key)
     layer = layer.cuda().bfloat16()
     recurrence = RECURRENCES.setdefault(name, getattr(module, name))  # fla's own, whatever an earlier layer put there
-    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in CLEANED else None  # fp32
+    linear = nn.Linear(heads * key, heads, device="cuda") if variant in CLEANED else None  # fp32
     layer.add_module("ccq_gate", linear)
 
     def read(q: Tensor, k: Tensor, **rest):
@@ -74,8 +74,8 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
     return layer
 
 
-def calls(layer: nn.Module, length: int, backward: bool) -> Callable[[], None]:
-    x = torch.randn(1, length, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=backward)
+def calls(layer: nn.Module, length: int, hidden: int, backward: bool) -> Callable[[], None]:
+    x = torch.randn(1, length, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=backward)
     g = torch.randn_like(x)
     return op.both_passes(lambda x, *_: layer(x)[0], [x, *layer.parameters()], g)[backward]
 
@@ -91,14 +91,14 @@ def peak_memory(call: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measured(args) -> Iterator[dict]:
+def measured(args, shape: dict[str, int]) -> Iterator[dict]:
     for backbone in args.backbones.split(","):
         for variant in args.variants.split(","):
             if (backbone, variant) == ("gdn", "unit"):
                 continue  # fla's Gated DeltaNet is that
-            layer = make_layer(backbone, variant)
+            layer = make_layer(backbone, variant, **shape)
             for name, length in PASSES:
-                call = calls(layer, length, name != "forward")
+                call = calls(layer, length, shape["hidden"], name != "forward")
                 yield {
                     "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16", "pass": name,
                     "graph_ms": graph_time(call, inner=3), "wall_ms": wall_time(call),
@@ -108,15 +108,16 @@ def measured(args) -> Iterator[dict]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = {"backbones": ",".join(BACKBONES), "variants": ",".join(VARIANTS), "note": NOTE}
-    args = make_parser("layer", __doc__, **options).parse_args(argv)
+    sizes = {name: (size, "default: %(default)s, the paper's") for name, size in PAPER.items()}
+    args = make_parser("layer", __doc__, **options, **sizes).parse_args(argv)
 
     def control(row: dict) -> dict:
         alone = ALONE[row["backbone"]] if row["variant"] != "fla" else "fla"
         return {"backbone": row["backbone"], "variant": alone, "T": row["T"], "pass": row["pass"]}
 
-    title = "a layer at the 1.3B shape, beside the backbone with unit q and k"
-    shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
-    return run(args, title, measured(args), control, shape=shape)
+    shape = {name: getattr(args, name) for name in PAPER}
+    title = "a layer, beside the backbone with unit q and k"
+    return run(args, title, measured(args, shape), control, shape=shape)
 
 
 def heading(name: str, length: int) -> str:
@@ -125,7 +126,7 @@ def heading(name: str, length: int) -> str:
 
 def tables(found: Collection) -> list[Table]:
     """The paper's per-layer table, with what was measured here beside it."""
-    sources = found.of("bench", "layer")
+    sources = [source for source in found.of("bench", "layer") if source.content["shape"] == PAPER]
     rows = []
     for backbone, variant in ((b, v) for b in BACKBONES for v in VARIANTS if (b, v) != ("gdn", "unit")):
         if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
