@@ -5,10 +5,11 @@ B sequences (or N packed ones), T tokens, H query and key heads, Hv value heads,
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import warnings
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
@@ -89,16 +90,17 @@ def make_case(
 
 
 def results(run, case: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """Output, final state, and the gradient of every input through both, for cotangents drawn from the seed."""
+    """Output, final state if there is one, and the gradient of every input through both, for cotangents drawn from the
+    seed."""
     rng = torch.Generator().manual_seed(seed)
     leaves = {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in case.items()}
-    o, state = run(**leaves)
-    cotangents = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x.dtype) for x in (o, state)]
+    made = {name: x for name, x in zip(("o", "state"), run(**leaves), strict=True) if x is not None}
+    cotangents = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x) for x in made.values()]
     inputs = {name: x for name, x in leaves.items() if x.requires_grad}
-    outputs = [(x, dx) for x, dx in zip((o, state), cotangents, strict=True) if x.requires_grad]
+    outputs = [(x, dx) for x, dx in zip(made.values(), cotangents, strict=True) if x.requires_grad]
     values, cotangents = zip(*outputs, strict=True)  # the state of no tokens is a constant
     grads = torch.autograd.grad(values, list(inputs.values()), cotangents, materialize_grads=True)
-    return {"o": o, "state": state, **{f"gradient of {n}": x for n, x in zip(inputs, grads, strict=True)}}
+    return made | {f"gradient of {n}": x for n, x in zip(inputs, grads, strict=True)}
 
 
 def ours(**case) -> tuple[Tensor, Tensor]:
@@ -297,6 +299,9 @@ def fake(monkeypatch, package: str, name: str, calls: list) -> None:
     def stand_in(q, k, v, *rest, scale, initial_state, output_final_state, cu_seqlens, **options):
         calls.append(name)
         assert isinstance(scale, float)
+        # fla's layout of states may be another where nobody sees it
+        assert options.pop("state_v_first", None) == (None if name == "chunk_delta_rule" else not output_final_state)
+        assert initial_state is None or output_final_state
         grouping = name in ("chunk_gated_delta_rule", "chunk_kda")
         assert options == ({"use_qk_l2norm_in_kernel": False} if grouping else {})
         assert q.shape[2] == v.shape[2] or grouping, "only these group value heads"
@@ -334,11 +339,14 @@ def test_fla_is_called_as_it_asks(fla, monkeypatch, kind, dtype, expected, group
         ("fla.ops.kda", "chunk_kda"),
     ):
         fake(monkeypatch, package, name, calls)
-    case = make_case(kind, T=5, G=group, state=True)
-    case = {n: x.to(torch.float32 if n in ("g", "beta", "initial_state") else dtype) for n, x in case.items()}
-    ref = results(ours, case)
-    monkeypatch.setattr(module, "choose", lambda *_: "fla")
-    assert_same(ref, results(ours, case), 1e-2 if dtype == torch.bfloat16 else 1e-6)
+    for state in (True, False):
+        case = make_case(kind, T=5, G=group, state=state)
+        case = {n: x.to(torch.float32 if n in ("g", "beta", "initial_state") else dtype) for n, x in case.items()}
+        run = functools.partial(recurrence, output_final_state=state)
+        ref = results(run, case)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "choose", lambda *_: "fla")
+            assert_same(ref, results(run, case), 1e-2 if dtype == torch.bfloat16 else 1e-6)
     if group == 2 and kind == "delta":
         expected = "chunk_gated_delta_rule"
     assert set(calls) == {expected}
@@ -392,20 +400,16 @@ def test_borders_are_checked():
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fla_on_a_gpu_is_the_same(kind, group, dtype):
-    """fla's kernels, dense and packed with an empty sequence, against plain PyTorch: all outputs and gradients."""
-    for shape in ({"T": 100}, {"lengths": [3, 0, 65, 130]}):
-        case = make_case(kind, K=32, V=64, G=group, state=True, **shape)
+    """fla's kernels, dense and packed with an empty sequence, with states and without, against plain PyTorch: all
+    outputs and gradients."""
+    for state, shape in product((True, False), ({"T": 100}, {"lengths": [3, 0, 65, 130]})):
+        case = make_case(kind, K=32, V=64, G=group, state=state, **shape)
         full = ("g", "beta", "initial_state")
         case = {n: x.to(dtype if x.is_floating_point() and n not in full else x.dtype) for n, x in case.items()}
         case = {n: x.float() if n in full else x for n, x in case.items()}
-        ref = results(lambda **case: module.recurrence(**case, output_final_state=True, backend="chunk"), case)
-        case = {n: x.cuda() for n, x in case.items()}
-        leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in case.items()}
-        o, state = module.recurrence(**leaves, output_final_state=True, backend="triton")
-        rng = torch.Generator().manual_seed(1)
-        cotangents = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x) for x in (o, state)]
-        inputs = {n: x for n, x in leaves.items() if x.requires_grad}
-        grads = torch.autograd.grad((o, state), list(inputs.values()), cotangents)
-        got = {"o": o, "state": state, **{f"gradient of {n}": x for n, x in zip(inputs, grads, strict=True)}}
+        ref, got = (
+            results(functools.partial(module.recurrence, output_final_state=state, backend=backend), given)
+            for backend, given in (("chunk", case), ("triton", {n: x.cuda() for n, x in case.items()}))
+        )
         # its products are TF32 (2^-11) or bf16 (2^-8), some of them one after another
         assert_same({n: x.cuda() for n, x in ref.items()}, got, 2**-7 if dtype == torch.float32 else 2**-5)
