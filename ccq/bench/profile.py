@@ -46,7 +46,13 @@ NAMES = {  # of kernels that nobody here wrote
 }
 
 
-OWN = {"conv_step_kernel": "convolution", "project_kernel": "weight products", "swiglu_kernel": "weight products"}
+OWN = {  # of a decode step: what their module does not say
+    "conv_step_kernel": "convolution",
+    "project_kernel": "weight products",
+    "swiglu_kernel": "weight products",
+    "covariance_kernel": "cleaning",
+    "again_kernel": "cleaning",
+}
 
 
 def own_kernels() -> dict[str, str]:
