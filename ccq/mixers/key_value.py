@@ -92,7 +92,9 @@ class RecurrentMixer(Mixer):
         if self.conv_size is not None:
             state["conv"] = torch.zeros(n, sum(self.widths), self.conv_size - 1, device=device, dtype=dtype)
         shape = (n, self.heads, self.features, self.value_size + (self.features if self.keys_too else 0))
-        state["recurrent"] = torch.zeros(shape, device=device, dtype=stats_dtype(dtype))
+        half = self.cleaner.half_states and not self.keys_too  # Mesa solves with what it remembers
+        kept = torch.bfloat16 if half else stats_dtype(dtype)
+        state["recurrent"] = torch.zeros(shape, device=device, dtype=kept)
         return state | self.cleaner.new_state(n, device, dtype)
 
     def flops(self, length: int) -> float:

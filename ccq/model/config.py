@@ -22,7 +22,7 @@ from ccq.systems import SIZES, SYSTEMS, differing, in_words
 CHOICES = {
     "feature_map": ("identity", "hedgehog", "elementwise_product"), "normalize": ("unit", "stats"),
     "covariance_decay": ("none", "backbone", "learned"), "direction": ("covariance", "other head", "mean"),
-    "backend": ("auto", "chunk", "triton"),
+    "backend": ("auto", "chunk", "triton"), "state_dtype": ("float32", "bfloat16"),
 }  # fmt: skip
 
 # what a saved model brings along for those who do not import ccq, with trust_remote_code=True
@@ -102,6 +102,7 @@ class CCQConfig(PretrainedConfig):
     fixed_lam: float | None = None  # a constant lam, without a gate
     decay_gate_bias: bool = True  # whether weight decay reaches the bias of the gate; the optimizer asks
     backend: str = "auto"  # of clean_query and of the recurrences
+    state_dtype: str = "float32"  # what the recurrent state is kept in between calls; "bfloat16" is half as large
 
     identity: dict | None = None  # what was trained, as ccq.systems.Identity
     recall: dict | None = None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs]]}

@@ -168,9 +168,10 @@ def check_gate(q: Tensor, weight: Tensor, bias: Tensor) -> None:
 
 
 def check_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor | None, name: str, n: int
-) -> None:
-    """Raise unless these write to and read a state, called `name`, of `n` sequences."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor | None, name: str, n: int,
+    half: bool = False,
+) -> None:  # fmt: skip
+    """Raise unless these write to and read a state, called `name`, of `n` sequences; `half`: it may be bfloat16."""
     *lead, heads, size = q.shape
     if k.shape != q.shape:
         raise ValueError(f"k: expected the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
@@ -183,6 +184,8 @@ def check_recurrence(
     if beta is not None:
         check_tensor("beta", beta, per_head)
     expected, high = (n, v.shape[-2], size, v.shape[-1]), stats_dtype(q.dtype)
+    if half and state is not None and state.dtype == torch.bfloat16:
+        high = torch.bfloat16
     if state is not None and (tuple(state.shape) != expected or state.dtype != high):
         raise ValueError(
             f"{name}: expected {high} of shape {expected}, got {state.dtype} of shape {tuple(state.shape)}"

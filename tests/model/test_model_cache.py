@@ -65,6 +65,28 @@ def test_copies_are_apart(system):
         assert torch.equal(model(step, past_key_values=other).logits, ref)
 
 
+@pytest.mark.parametrize("system", ["ccq-gla", "ccq-gated-deltanet", "ccq-mamba2", "mesa-2"])
+def test_a_recurrent_state_may_be_kept_in_bf16(system):
+    """Half as large, the covariance untouched, near in what it predicts. Mesa solves with its state, and keeps fp32."""
+    models = make_model(system), make_model(system, state_dtype="bfloat16")
+    models[1].load_state_dict(models[0].state_dict())
+    ids = tokens(2, 24)
+    caches = [model(ids[:, :12], use_cache=True).past_key_values for model in models]
+    for step in (ids[:, t : t + 1] for t in range(12, 16)):
+        full, half = (model(step, past_key_values=cache).logits for model, cache in zip(models, caches, strict=True))
+        assert 0 < (full - half).abs().max() < 0.05 or system == "mesa-2"
+    full, half = (model(ids[:, 16:], past_key_values=x).logits for model, x in zip(models, caches, strict=True))
+    torch.testing.assert_close(half, full, rtol=0, atol=0.05)  # several tokens from a kept state
+    kept = torch.float32 if system == "mesa-2" else torch.bfloat16
+    for layer, state in zip(models[1].model.blocks(), caches[1].states, strict=True):
+        made = layer.mixer.new_state(2, "cpu", torch.float32)
+        assert state["recurrent"].dtype == made["recurrent"].dtype == kept
+        if "covariance" in state:
+            assert state["covariance"].second_moment.dtype == torch.float32
+    recurrent = [sum(state["recurrent"].nbytes for state in cache.states) for cache in caches]
+    assert recurrent[0] == recurrent[1] * (1 if system == "mesa-2" else 2)
+
+
 @each_system
 def test_states_are_fp32_whatever_the_model_is(system):
     """Stored in bf16 they would forget, slowly and without an error; keys and values are no sums."""

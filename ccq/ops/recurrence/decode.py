@@ -23,7 +23,7 @@ from ccq.ops.clean import clean_query_step
 from ccq.ops.clean.library import Gate, gate
 from ccq.ops.clean.reference import FUSED, Read
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.precision import unit
+from ccq.ops.precision import stats_dtype, unit
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def decode_step(
 ) -> Float[Tensor, "B Hv V"]:
     """o_t for one more token of each sequence; `recurrent` and the covariance are updated in place.
 
+    `recurrent` is fp32 (fp64 for fp64 inputs), or bf16: then it is computed in fp32, and rounded when it is stored.
     Of the symmetric C a GPU updates one half only: read it as `covariance.second_moment`, which mends the other, and
     not through a view of its memory that was taken before.
 
@@ -100,7 +101,8 @@ def decode_step(
 def write_and_read(q, k, v, recurrent, g, beta, scale) -> Tensor:
     """The backbone's part, in plain PyTorch."""
     group = v.shape[1] // q.shape[1]
-    high = recurrent.dtype
+    high = stats_dtype(recurrent.dtype)
+    kept, recurrent = recurrent, recurrent.to(high)
     q, k = (x.to(high).repeat_interleave(group, 1) for x in (q, k))
     if g is not None:
         decay = g.to(high).exp()
@@ -110,6 +112,8 @@ def write_and_read(q, k, v, recurrent, g, beta, scale) -> Tensor:
     if beta is not None:
         value = beta.to(high)[..., None] * (value - torch.einsum("bhk,bhkv->bhv", k, recurrent))
     recurrent.add_(k[..., :, None] * value[..., None, :])
+    if kept is not recurrent:
+        kept.copy_(recurrent)
     return (scale * torch.einsum("bhk,bhkv->bhv", q, recurrent)).to(v.dtype)
 
 
@@ -119,7 +123,7 @@ def _check(q, k, v, recurrent, g, beta, cleaning) -> None:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: expected a float tensor of shape [B, heads, size], got {what}")
     batch, heads, _ = q.shape
-    checks.check_recurrence(q, k, v, g, beta, recurrent, "recurrent", batch)
+    checks.check_recurrence(q, k, v, g, beta, recurrent, "recurrent", batch, half=True)
     checks.same_device(q, v=v, recurrent=recurrent, g=g, beta=beta)
     if cleaning is None:
         checks.same_dtype(q, k=k)

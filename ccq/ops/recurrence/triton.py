@@ -170,7 +170,7 @@ def read_kernel(
     inside = rows < K
     where = recurrent + nv * K * V + rows[:, None].to(tl.int64) * V + cols[None, :]
     mask = inside[:, None] & (cols < V)[None, :]
-    state = tl.load(where, mask=mask, other=0.0)
+    state = tl.load(where, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(v + nv * V + cols, mask=cols < V, other=0.0).to(tl.float32)
     query = tl.load(q + nh * K + rows, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(k + nh * K + rows, mask=inside, other=0.0).to(tl.float32)

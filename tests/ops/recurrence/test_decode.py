@@ -155,6 +155,34 @@ def test_the_covariance_is_of_the_key_that_is_written(backend, dtype):
     assert torch.equal(written, k_bar[..., :, None] * v[:, 0].float()[..., None, :])
 
 
+def check_half_state(writes, backend, device="cpu"):
+    """Each step from the same rounded state: what it reads is not rounded, what it leaves is, once."""
+    inputs, state = draw(writes, 20, 12, torch.float32, device=device)
+    half = state.bfloat16()
+    truncates = (backend, device) == ("triton", "cpu")  # as Triton's interpreter does, and no GPU
+    for t in range(STEPS):
+        exact = [None if x is None else x[:, t : t + 1].double() for x in inputs]
+        ref, after = loop(*exact, half.double(), 20**-0.5)
+        q, k, v, g, beta = (None if x is None else x[:, t] for x in inputs)
+        o = decode_step(q, k, v, half, g, beta, backend=backend)
+        assert half.dtype == torch.bfloat16
+        assert_close("o", ref[:, 0], o, TOLERANCE[torch.float32])
+        assert_close("state", after, half.double(), 2**-7 if truncates else 2**-8)
+        assert truncates or (half == after.bfloat16()).double().mean() > 0.99  # fp32 may be across a tie
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("writes", ["gla", "gated deltanet, grouped"])
+def test_a_state_in_bf16_is_rounded_once_a_step(writes, backend, nan_in_fresh_memory):
+    check_half_state(writes, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("writes", ["gla", "gated deltanet, grouped"])
+def test_a_state_in_bf16_is_rounded_once_a_step_on_a_gpu(writes):
+    check_half_state(writes, "triton", "cuda")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_given_lam_and_another_query_for_the_gate(backend):
     (q, k, v, g, _), recurrent = draw("gla", 16, 8, torch.float32, T=1)
