@@ -1,4 +1,4 @@
-"""What README.md, docs/findings.md and docs/performance.md say in words is in the result files.
+"""What README.md and some pages of docs/ say in words is in the result files.
 
 A sentence has `<!-- holds: EXPRESSION -->` beside it: its numbers are checked, its wording is free.
 """
@@ -20,8 +20,9 @@ from ccq.report.paper import load
 from ccq.report.results import seed_interval
 
 ROOT = BENCHMARKS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "findings.md", ROOT / "docs" / "performance.md")
-STUDY = script("benchmarks/study.py")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("findings", "performance", "kernels")))
+STUDY, BESIDE = script("benchmarks/study.py"), script("benchmarks/beside_fla.py")
+ELEMENTWISE = "norms and elementwise"
 GD = "gated-deltanet"
 NANO, GDN = BENCHMARKS / "nano" / "needles", "ccq_gated_deltanet"
 ROWS = ("gla", "gla_unit", "ccq_gla", "ccq_gla_open", "gated_deltanet", GDN)
@@ -45,11 +46,20 @@ def trained(system):
     return measured("train", system, length=4096)["tokens_per_second"]
 
 
-def of_fla_run(system, what="tokens_per_second"):
-    """Of the training at 1.3B that fla's own models were measured in too."""
-    rows = json.loads((ROOT / "benchmarks" / "study" / "cost" / "train_fla_h200.json").read_text())["rows"]
-    (row,) = [row for row in rows if row["system"] == system]
-    return row[what]
+def of_fla(bench, system, what="tokens_per_second"):
+    """Of a measurement at 1.3B that fla's own models were in too."""
+    return BESIDE.value(bench, what, system=system)
+
+
+def op_now(batch):
+    """Milliseconds of the operator with its gate, forward at 4K."""
+    return BESIDE.value("op_fla", "ms", name="with gate", B=batch, **{"pass": "forward"})
+
+
+def spent(system, kind=None, part="train"):
+    """Milliseconds of a step at 1.3B by wall clock, or of a class of kernels in it."""
+    (row,) = [row for row in BESIDE.rows("profile_1b") if (row["system"], row["part"]) == (system, part)]
+    return row["wall_ms"] if kind is None else row["ms"][kind]
 
 
 def decoded(system):
@@ -175,6 +185,13 @@ def test_what_a_page_says_in_words_is_in_the_files(page):
     assert len(sentences) >= 3
     for sentence in sentences:
         assert eval(sentence, globals() | {"paper": load()}), sentence
+
+
+@pytest.mark.parametrize("page", BESIDE.PAGES, ids=lambda page: page.name)
+def test_tables_beside_fla_are_made_from_the_files(page):
+    text = page.read_text()
+    assert BESIDE.PLACE.search(text)
+    assert BESIDE.filled(text) == text
 
 
 def test_the_readme_is_short():
