@@ -9,7 +9,7 @@ from typing import Any
 from ccq.bench.results import FLA
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Cell, change
 from ccq.systems import SYSTEMS
 
 RANGE = "Small print in a cell: the range that was measured."
@@ -174,24 +174,3 @@ MEASURES = {
     "prefill": Measure("prefill", "inference", "4K prefill, ms", "prefill, 4K", "wall_ms", "wall_ms"),
     "decode": Measure("decode", "inference", "decode, tokens/s", "decode", "generate_tok_s"),
 }
-
-GOALS = {"operator-cpu": "The operator on a CPU", "data-prepare": "`ccq data prepare`"}
-
-
-def goals_table(found: Collection) -> Table | None:
-    """What benchmarks that set themselves a goal found: ratios, since machines differ."""
-    blocks, notes = [], []
-    for kind, title in GOALS.items():
-        for source in found.of("bench", kind)[-1:]:
-            rows = []
-            for goal in source.content["goals"]:
-                bound = f"≥ {goal['at_least']:g}" if goal["at_least"] is not None else f"≤ {goal['at_most']:g}"
-                value = timed(f"{goal['value']:.3g}", "", source)
-                rows.append(Row(Cell(goal["name"]), [value, Cell(bound), Cell("met" if goal["ok"] else "missed")]))
-            blocks.append(Block(f"{title} {marks([source])}", rows))
-            load_before, cores = source.content.get("load_before", 0), source.content.get("cores")
-            if load_before > 0.5:
-                notes.append(f"{source.name}: the machine had other load: {load_before:g} on {cores} cores.")
-    if not blocks:
-        return None
-    return Table("goals", "On a CPU: ratios and their goals", ["", "here", "goal", ""], blocks, notes)
