@@ -1,3 +1,4 @@
+import doctest
 import json
 import re
 import statistics
@@ -142,3 +143,9 @@ def test_models_of_fla_stand_in_the_tables_where_they_were_measured(tmp_path):
     assert shown["lengths"]["Gated DeltaNet, by fla, 1.3B"] == ["46,403"]
     assert shown["inference"]["GLA, by fla"][3:] == ["177", "–", "–"]
     assert "Gated DeltaNet, by fla" not in shown["inference"]
+
+
+def test_the_classes_of_kernels_are_as_the_script_says():
+    found = doctest.testmod(script("benchmarks/profile_step.py"))
+    assert found.attempted == 3
+    assert not found.failed

@@ -15,7 +15,6 @@ KINDS = {
     "prefill": "prefill of whole models",
     "decode": "decoding with whole models, with and without CUDA graphs",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
-    "profile": "time of a training step, a prefill and a decode step by kind of kernel",
 }
 
 

@@ -1,4 +1,6 @@
-"""`ccq bench profile`: time of a training step, a prefill and a decode step by kind of kernel.
+"""Time of a training step, a prefill and a decode step by kind of kernel, on a GPU:
+
+    python benchmarks/profile_step.py --systems gla-unit,ccq-gla
 
 A kernel of ours or of fla belongs to the class of the module that defines it, any other to that of its name. What is
 left of the wall clock is idle: the GPU waits for the host.
@@ -129,13 +131,16 @@ def profiled(call: Callable[[], Any], steps: int, warmup: int) -> dict:
 
 @contextlib.contextmanager
 def training(system: str, args) -> Iterator[Callable[[], Any]]:
-    from ccq.bench.models import trainer_of
+    from ccq.bench.models import config_of, trainer_of
     from ccq.bench.train import batch_of
     from ccq.train.loop import own_stream
     from ccq.train.world import join
 
     with join("cuda") as world, own_stream(world):
-        trainer = trainer_of(system, args.size, world, dict(pair.split("=") for pair in args.set.split(",") if pair))
+        config = config_of(system, args.size)
+        for name, value in (pair.split("=") for pair in args.set.split(",") if pair):
+            setattr(config.model, name, type(getattr(config.model, name) or 0)(value))
+        trainer = trainer_of(system, config, world)
         trainer.captures &= system not in FLA  # its model asks the host for things
         batch = batch_of(args.batch * args.length, args.length, trainer.config.model.vocab_size, 0)
         batch = batch._replace(input_ids=batch.input_ids.pin_memory(), labels=batch.labels.pin_memory())
@@ -174,12 +179,14 @@ def decode(system: str, args) -> Iterator[Callable[[], Any]]:
 PARTS = {"train": training, "prefill": prefill, "decode": decode}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = model_parser(
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = model_parser(
         "profile", __doc__, length=4096, parts=(",".join(PARTS), "of these, with commas between"),
         set=("", "options of the trained model, as conv_size=4"),
         steps=(5, "that are looked at (default: %(default)s)"),
-    ).parse_args(argv)  # fmt: skip
+    )  # fmt: skip
+    parser.prog = "python benchmarks/profile_step.py"
+    args = parser.parse_args(argv)
     rows: list[dict] = []
     for system in args.systems:
         for part in args.parts.split(","):
@@ -196,4 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [[r["system"], r["part"], *(f"{x:.2f}" for x in numbers)] for r, numbers in zip(rows, cells, strict=True)]
     show(["system", "part", "wall", "launches", *CLASSES], lines, "milliseconds by class of kernel", left=2, width=160)
     write(args, {"note": args.note, "rows": rows})
-    return 0
+
+
+if __name__ == "__main__":
+    main()
