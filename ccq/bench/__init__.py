@@ -1,4 +1,4 @@
-"""`ccq bench`: measure the cost of CCQ on a GPU, beside the backbone and a lower bound."""
+"""`ccq bench`: measure the cost of CCQ on a GPU, beside the backbone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from ccq.cli import choose
 
 KINDS = {
-    "op": "the operator alone, beside the same composed of fla's ops and a lower bound",
     "layer": "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table",
-    "decode-op": "one decode step of a layer's state, with and without cleaning, beside the memory bound",
     "prefill": "prefill of whole models",
     "decode": "decoding with whole models, with and without CUDA graphs",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",
@@ -26,4 +24,4 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available() and not {"-h", "--help"} & set(rest):
         print(f"ccq bench {kind} needs an NVIDIA GPU; `make bench` measures on a CPU.", file=sys.stderr)
         return 1
-    return importlib.import_module(f"ccq.bench.{kind.replace('-', '_')}").main(rest)
+    return importlib.import_module(f"ccq.bench.{kind}").main(rest)

@@ -11,15 +11,16 @@ CCQ is put where the layer calls its recurrence, so that all else is fla's own c
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ccq.bench import op
 from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
 from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, noted, quoted, times
+from ccq.ops import Gate, clean_query
 from ccq.report.collect import Collection
 from ccq.report.paper import load
 from ccq.report.table import NOT_IN_PAPER, Block, Cell, Row, Table, marks, row_kind
@@ -31,6 +32,27 @@ VARIANTS = ("fla", "unit", "composed", "ours", "projected")
 CLEANED = ("composed", "ours", "projected")
 ALONE = {"gla": "unit", "gdn": "fla"}  # with unit q and k; fla's Gated DeltaNet has them
 PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
+
+
+def composed(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """CCQ from what fla offers: its linear attention without decay, with the keys as values, and PyTorch around it."""
+    from fla.modules.norm.l2norm import l2norm
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k = l2norm(q), l2norm(k)
+    total = chunk_simple_gla(q, k, k, scale=1.0)[0].float()
+    t = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float32)[:, None, None]
+    key_sum = k.float().cumsum(1)
+    y = total / t - key_sum * (key_sum * q).sum(-1, keepdim=True) / t.square()
+    return (q - lam[..., None] * y).to(q.dtype), k
+
+
+def ours(q: Tensor, k: Tensor, *lam: Tensor, **how) -> tuple[Tensor, Tensor]:
+    """With lam, or with weight and bias of the gate."""
+    return clean_query(q, k, Gate(*lam) if len(lam) == 2 else lam[0], backend="triton", **how)[:2]
+
+
+projected = functools.partial(ours, step="projected")  # over a covariance that forgets, with log_decay
 
 
 def make_layer(backbone: str, variant: str) -> nn.Module:
@@ -57,15 +79,15 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
             q, k = l2norm(q), l2norm(k)
         elif linear is not None:
             if variant == "composed":
-                q, k = op.composed(q, k, linear(q.flatten(2).float()).sigmoid())
+                q, k = composed(q, k, linear(q.flatten(2).float()).sigmoid())
             elif variant == "ours":
-                q, k = op.ours(q, k, linear.weight, linear.bias)
+                q, k = ours(q, k, linear.weight, linear.bias)
             else:
                 with torch.no_grad():
                     g = rest["g"].float()
                     if backbone == "gdn":  # fla makes the decay in its kernel
                         g = -rest["A_log"].float().exp() * nn.functional.softplus(g + rest["dt_bias"])
-                q, k = op.projected(q, k, linear.weight, linear.bias, log_decay=g.mean(-1) if g.ndim == 4 else g)
+                q, k = projected(q, k, linear.weight, linear.bias, log_decay=g.mean(-1) if g.ndim == 4 else g)
             if backbone == "gdn":
                 rest["use_qk_l2norm_in_kernel"] = False
         return recurrence(q=q, k=k, **rest)
@@ -74,10 +96,23 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
     return layer
 
 
+def both_passes(function: Callable, leaves: list[Tensor], gradients) -> tuple[Callable, Callable]:
+    """A call of the function, and one that also asks for the gradients of what it is given."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(*leaves)
+
+    def both() -> None:
+        torch.autograd.grad(function(*leaves), leaves, gradients)
+
+    return forward, both
+
+
 def calls(layer: nn.Module, length: int, backward: bool) -> Callable[[], None]:
     x = torch.randn(1, length, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=backward)
     g = torch.randn_like(x)
-    return op.both_passes(lambda x, *_: layer(x)[0], [x, *layer.parameters()], g)[backward]
+    return both_passes(lambda x, *_: layer(x)[0], [x, *layer.parameters()], g)[backward]
 
 
 def peak_memory(call: Callable[[], None]) -> int:

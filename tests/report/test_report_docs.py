@@ -5,11 +5,12 @@ import re
 import shutil
 
 import pytest
-from made_results import BENCHMARKS
+from made_results import BENCHMARKS, rows_in
 from scripts import script
 
 from ccq.report.collect import collect
 from ccq.report.page import build
+from ccq.systems import SYSTEMS
 
 pytestmark = pytest.mark.xdist_group("report docs")  # in one process: the page of all results is made once
 
@@ -84,9 +85,31 @@ def test_what_cannot_be_filled_is_refused_by_name(tmp_path, capsys, monkeypatch,
     assert file.read_text() == text
 
 
-def test_goals_of_benchmarks_are_the_files(page):
+def rows_of(table):
+    return {row.label.text: row.cells for block in table.blocks for row in block.rows}
+
+
+def test_numbers_of_kernels_are_those_of_the_files(page):
+    op = rows_of(page.tables["op"])
+    at = {("ours", "forward"): 0, ("with gate", "forward"): 1, ("ours", "forward and backward"): 2}
+    for result in rows_in("op_h200"):
+        if (where := at.get((result["name"], result["pass"]))) is not None:
+            cells = op[f"batch {result['B']}, {result['T']:,} tokens"]
+            assert cells[where].text == f"{1e3 * result['ms']['median']:.0f}"
+    decode = rows_of(page.tables["decode-op"])
+    for result in rows_in("decode_op_h200"):
+        system = {"gla": "gla", "gdn": "gated-deltanet"}[result["backbone"]]
+        name = {"fla": f"{SYSTEMS[system].label}, by fla", "ours": SYSTEMS[f"ccq-{system}"].label}.get(
+            result["variant"]
+        )
+        if name is not None:
+            cell = decode[name][{1: 0, 8: 1, 32: 2, 128: 3}[result["B"]]]
+            assert cell.text.startswith(f"{1e3 * result['ms']['median']:.1f}")
+
+
+def test_goals_of_benchmarks_are_those_of_the_files(page):
     """Those that only the repository measures are on its page, not on a user's."""
-    shown = {row.label.text: row.cells for block in page.tables["goals"].blocks for row in block.rows}
+    shown = rows_of(page.tables["goals"])
     for name in ("operator_cpu", "data_prepare"):
         for goal in json.loads((BENCHMARKS / f"{name}.json").read_text())["goals"]:
             assert shown[goal["name"]][0].text == f"{goal['value']:.3g}"
