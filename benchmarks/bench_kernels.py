@@ -1,7 +1,11 @@
-"""Kernels alone on a GPU, beside a lower bound that is measured in the same run:
+"""Kernels and layers alone on a GPU, beside the backbone and a lower bound that is measured in the same run:
 
+    python benchmarks/bench_kernels.py layer        # the paper's per-layer table: fla's layers, alone and with CCQ
     python benchmarks/bench_kernels.py op           # the operator, beside the same composed of fla's ops (--composed)
     python benchmarks/bench_kernels.py decode-op    # one token of a layer's state, with and without cleaning
+
+layer: ccq/bench/layer.py says what the variants are. CCQ is put where the layer calls its recurrence, so that all else
+is fla's own code.
 
 op: the floor is the larger of two times: the FLOPs that the chunkwise algorithm needs over the rate of a large bf16
 product, and the bytes that must move (q, k, lam in, q_clean, k_bar out, and the same again with gradients) over the
@@ -21,24 +25,154 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor, nn
 
-from ccq.bench.layer import both_passes, composed, ours, projected
-from ccq.bench.results import graph_time, make_parser, run
+from ccq.bench import layer as layers
+from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
 from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, newest, noted, timed, times
 from ccq.cli import choose
-from ccq.ops import Cleaning, CovarianceState, decode_step
+from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step
 from ccq.report.collect import Collection
 from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
 SCRIPT = "python benchmarks/bench_kernels.py"
+HIDDEN, HEADS, KEY, VALUE = 2048, 6, 256, 512
+RECURRENCES: dict[str, Callable] = {}
 PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows
+
+
+def parsed(kind: str, argv: Sequence[str], **options) -> argparse.Namespace:
+    parser = make_parser(kind, KINDS[kind][1], **options)
+    parser.prog = f"{SCRIPT} {kind}"
+    return parser.parse_args(argv)
+
+
+def both_passes(function: Callable, leaves: list[Tensor], gradients) -> tuple[Callable, Callable]:
+    """A call of the function, and one that also asks for the gradients of what it is given."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(*leaves)
+
+    def both() -> None:
+        torch.autograd.grad(function(*leaves), leaves, gradients)
+
+    return forward, both
+
+
+def composed(q: Tensor, k: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """CCQ from what fla offers: its linear attention without decay, with the keys as values, and PyTorch around it."""
+    from fla.modules.norm.l2norm import l2norm
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k = l2norm(q), l2norm(k)
+    total = chunk_simple_gla(q, k, k, scale=1.0)[0].float()
+    t = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float32)[:, None, None]
+    key_sum = k.float().cumsum(1)
+    y = total / t - key_sum * (key_sum * q).sum(-1, keepdim=True) / t.square()
+    return (q - lam[..., None] * y).to(q.dtype), k
+
+
+def ours(q: Tensor, k: Tensor, *lam: Tensor, **how) -> tuple[Tensor, Tensor]:
+    """With lam, or with weight and bias of the gate."""
+    return clean_query(q, k, Gate(*lam) if len(lam) == 2 else lam[0], backend="triton", **how)[:2]
+
+
+projected = functools.partial(ours, step="projected")  # over a covariance that forgets, with log_decay
+
+
+def make_layer(backbone: str, variant: str) -> nn.Module:
+    """An fla layer whose recurrence gets q and k through `variant`."""
+    import fla.layers.gated_deltanet as gdn
+    import fla.layers.gla as gla
+    from fla.modules.norm.l2norm import l2norm
+
+    torch.manual_seed(0)
+    module, name = (gla, "chunk_gla") if backbone == "gla" else (gdn, "chunk_gated_delta_rule")
+    if backbone == "gla":
+        layer: nn.Module = gla.GatedLinearAttention(
+            hidden_size=HIDDEN, expand_k=HEADS * KEY / HIDDEN, expand_v=HEADS * VALUE / HIDDEN, num_heads=HEADS
+        )
+    else:
+        layer = gdn.GatedDeltaNet(hidden_size=HIDDEN, head_dim=KEY, num_heads=HEADS, expand_v=VALUE / KEY)
+    layer = layer.cuda().bfloat16()
+    recurrence = RECURRENCES.setdefault(name, getattr(module, name))  # fla's own, whatever an earlier layer put there
+    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in layers.CLEANED else None  # fp32
+    layer.add_module("ccq_gate", linear)
+
+    def read(q: Tensor, k: Tensor, **rest):
+        if variant == "unit" and backbone == "gla":
+            q, k = l2norm(q), l2norm(k)
+        elif linear is not None:
+            if variant == "composed":
+                q, k = composed(q, k, linear(q.flatten(2).float()).sigmoid())
+            elif variant == "ours":
+                q, k = ours(q, k, linear.weight, linear.bias)
+            else:
+                with torch.no_grad():
+                    g = rest["g"].float()
+                    if backbone == "gdn":  # fla makes the decay in its kernel
+                        g = -rest["A_log"].float().exp() * nn.functional.softplus(g + rest["dt_bias"])
+                q, k = projected(q, k, linear.weight, linear.bias, log_decay=g.mean(-1) if g.ndim == 4 else g)
+            if backbone == "gdn":
+                rest["use_qk_l2norm_in_kernel"] = False
+        return recurrence(q=q, k=k, **rest)
+
+    layer.register_forward_pre_hook(lambda *_: setattr(module, name, read))
+    return layer
+
+
+def calls_of_layer(layer: nn.Module, length: int, backward: bool) -> Callable[[], None]:
+    x = torch.randn(1, length, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=backward)
+    g = torch.randn_like(x)
+    return both_passes(lambda x, *_: layer(x)[0], [x, *layer.parameters()], g)[backward]
+
+
+def peak_memory(call: Callable[[], None]) -> int:
+    call()
+    torch.cuda.synchronize()
+    gc.collect()  # what earlier calls left behind must not be freed in the middle of this one
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measured_layers(args) -> Iterator[dict]:
+    for backbone in args.backbones.split(","):
+        for variant in args.variants.split(","):
+            if (backbone, variant) == ("gdn", "unit"):
+                continue  # fla's Gated DeltaNet is that
+            layer = make_layer(backbone, variant)
+            for name, length in layers.PASSES:
+                call = calls_of_layer(layer, length, name != "forward")
+                yield {
+                    "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16", "pass": name,
+                    "graph_ms": graph_time(call, inner=3), "wall_ms": wall_time(call),
+                    "peak_bytes": peak_memory(call),
+                }  # fmt: skip
+
+
+def bench_layer(argv: Sequence[str]) -> None:
+    options = {"backbones": ",".join(BACKBONES), "variants": ",".join(layers.VARIANTS), "note": NOTE}
+    args = parsed("layer", argv, **options)
+
+    def control(row: dict) -> dict:
+        alone = layers.ALONE[row["backbone"]] if row["variant"] != "fla" else "fla"
+        return {"backbone": row["backbone"], "variant": alone, "T": row["T"], "pass": row["pass"]}
+
+    title = "a layer at the 1.3B shape, beside the backbone with unit q and k"
+    shape = {"hidden": HIDDEN, "heads": HEADS, "key": KEY, "value": VALUE}
+    run(args, title, measured_layers(args), control, shape=shape)
 
 
 def floor_seconds(tokens: int, size: int, backward: bool, ceilings: dict[str, float]) -> float:
@@ -91,12 +225,6 @@ def operators(args, ceilings: dict[str, float]) -> Iterator[dict]:
                     "K": args.key_size, "dtype": "bfloat16", "ms": graph_time(call, inner=3),
                     "floor_ms": 1e3 * floor,
                 }  # fmt: skip
-
-
-def parsed(kind: str, argv: Sequence[str], **options) -> argparse.Namespace:
-    parser = make_parser(kind, KINDS[kind][1], **options)
-    parser.prog = f"{SCRIPT} {kind}"
-    return parser.parse_args(argv)
 
 
 def bench_op(argv: Sequence[str]) -> None:
@@ -263,6 +391,7 @@ def decode_op_tables(found: Collection) -> list[Table]:
 
 
 KINDS = {
+    "layer": (bench_layer, "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table"),
     "op": (bench_op, "the operator alone, beside the same composed of fla's ops and a lower bound"),
     "decode-op": (bench_decode_op, "one decode step of a layer's state, with and without cleaning"),
 }

@@ -76,7 +76,7 @@ ccq analyze alignment Qwen/Qwen3-4B-Instruct-2507 --out "$out/analysis"
 
 # 5. Speed: the paper's per-layer table, training, prefill and decoding, on one GPU
 mkdir -p "$out/bench"
-ccq bench layer --out "$out/bench/layer.json"
+python benchmarks/bench_kernels.py layer --out "$out/bench/layer.json"
 ccq bench train --out "$out/bench/train.json"
 ccq bench prefill --out "$out/bench/prefill.json"
 ccq bench decode --out "$out/bench/decode.json"

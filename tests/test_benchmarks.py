@@ -149,3 +149,13 @@ def test_the_classes_of_kernels_are_as_the_script_says():
     found = doctest.testmod(script("benchmarks/profile_step.py"))
     assert found.attempted == 3
     assert not found.failed
+
+
+@pytest.mark.parametrize("kind", ["layer", "op", "decode-op"])
+def test_kernels_and_layers_have_a_script(kind, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script("benchmarks/bench_kernels.py").main([kind, "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python benchmarks/bench_kernels.py {kind} " in told
+    assert f"bench/{kind.replace('-', '_')}_GPU.json" in told

@@ -1,4 +1,4 @@
-"""`ccq bench`: measure the cost of CCQ on a GPU, beside the backbone."""
+"""`ccq bench`: measure the cost of CCQ in whole models on a GPU, beside the backbone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from ccq.cli import choose
 
 KINDS = {
-    "layer": "fla's layers at the 1.3B shape, alone and with CCQ: the paper's per-layer table",
     "prefill": "prefill of whole models",
     "decode": "decoding with whole models, with and without CUDA graphs",
     "train": "whole training steps at 32K tokens over sequence lengths: tokens/s, MFU and memory",

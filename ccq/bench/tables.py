@@ -14,7 +14,7 @@ from ccq.systems import SYSTEMS
 
 RANGE = "Small print in a cell: the range that was measured."
 CLEANED = ("ccq-gla", "ccq-gated-deltanet")  # whose cost the paper gives
-BACKBONES = {"gla": "gla", "gdn": "gated-deltanet"}  # what rows of a layer call a system
+BACKBONES = {"gla": "gla", "gdn": "gated-deltanet"}  # what rows of a layer or kernel call a system
 # the systems of these rows, by backbone and variant
 LAYERS: dict[tuple[str, str], str] = {
     (short, variant): name
