@@ -71,7 +71,7 @@ def filled(text: str, page: Page) -> str:
     def fill(place: re.Match) -> str:
         name = place["name"]
         if name == WHOLE:
-            content = page.markdown(whole=False)
+            content = "\n".join(page.markdown().splitlines()[1:-1]).strip()  # without its title and its foot
         elif name in page.tables:
             content = short(name, page)
         elif name in known():

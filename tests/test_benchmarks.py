@@ -124,7 +124,7 @@ def test_models_of_fla_have_the_options_of_ours(system):
 
 
 def test_models_of_fla_stand_in_the_tables_where_they_were_measured(tmp_path):
-    from ccq.bench import decode, train
+    from ccq.bench import inference, train
     from ccq.report.collect import collect
 
     root = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def test_models_of_fla_stand_in_the_tables_where_they_were_measured(tmp_path):
     found = collect([tmp_path])
     shown = {
         table.name: {row.label.text: [cell.text for cell in row.cells] for block in table.blocks for row in block.rows}
-        for table in (*train.tables(found), *decode.tables(found))
+        for table in (*train.tables(found), *inference.tables(found))
     }
     assert shown["training"]["GLA, by fla"] == ["–", "47,308", "–", "71.5"]
     assert shown["training"]["CCQ-GLA"][1] == "47,774 (−2.4%)"  # over its own control

@@ -28,7 +28,7 @@ from ccq.train import sweep_tables
 
 # what has `tables` of its own, beside the code whose results they show
 OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
-          *(f"bench.{name}" for name in ("layer", "train", "decode")))  # fmt: skip
+          *(f"bench.{name}" for name in ("layer", "train", "inference")))  # fmt: skip
 Tables = Callable[[Collection], list[Table]]
 SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_RUN: "·"}  # beside the colour of a verdict
 
@@ -45,10 +45,8 @@ class Page:
     def html(self) -> str:
         return self._render("html.j2")
 
-    def markdown(self, whole: bool = True) -> str:
-        """As a file of its own, or as a part of one: without title and foot."""
-        text = re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2", whole=whole)).strip() + "\n"
-        return text if whole else text.rstrip("\n")
+    def markdown(self) -> str:
+        return re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2")).strip() + "\n"
 
     def write(self, out: Path) -> list[Path]:
         """Write OUT/index.html, OUT/report.md and OUT/figures/; what was written."""
@@ -57,9 +55,9 @@ class Page:
             write_atomically(path, text.encode())
         return [*written, *(save(figure, out / "figures" / f"{name}.png") for name, figure in self.figures.items())]
 
-    def _render(self, form: str, whole: bool = True) -> str:
+    def _render(self, form: str) -> str:
         shown = self.context | {"tables": self.tables, "figures": self.figures}
-        return environment().get_template("page.j2").render(**shown, form=form, whole=whole)
+        return environment().get_template("page.j2").render(**shown, form=form)
 
 
 @functools.cache
