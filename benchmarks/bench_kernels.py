@@ -4,8 +4,13 @@
     python benchmarks/bench_kernels.py op           # the operator, beside the same composed of fla's ops (--composed)
     python benchmarks/bench_kernels.py decode-op    # one token of a layer's state, with and without cleaning
 
-layer: ccq/bench/layer.py says what the variants are. CCQ is put where the layer calls its recurrence, so that all else
-is fla's own code.
+layer:
+    fla        the layer as fla has it (its Gated DeltaNet normalises q and k, its GLA does not)
+    unit       with unit q and k: the control that CCQ is to be set against
+    composed   CCQ from fla's ops
+    ours       CCQ by this package
+    projected  the projected step over a covariance that decays with the memory, by this package
+CCQ is put where the layer calls its recurrence, so that all else is fla's own code.
 
 op: the floor is the larger of two times: the FLOPs that the chunkwise algorithm needs over the rate of a large bf16
 product, and the bytes that must move (q, k, lam in, q_clean, k_bar out, and the same again with gradients) over the
@@ -33,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ccq.bench import layer as layers
+from ccq.bench import tables as layers
 from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
 from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, newest, noted, timed, times
 from ccq.cli import choose
@@ -105,7 +110,7 @@ def make_layer(backbone: str, variant: str) -> nn.Module:
         layer = gdn.GatedDeltaNet(hidden_size=HIDDEN, head_dim=KEY, num_heads=HEADS, expand_v=VALUE / KEY)
     layer = layer.cuda().bfloat16()
     recurrence = RECURRENCES.setdefault(name, getattr(module, name))  # fla's own, whatever an earlier layer put there
-    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in layers.CLEANED else None  # fp32
+    linear = nn.Linear(HEADS * KEY, HEADS, device="cuda") if variant in layers.WITH_CCQ else None  # fp32
     layer.add_module("ccq_gate", linear)
 
     def read(q: Tensor, k: Tensor, **rest):
