@@ -13,7 +13,8 @@ import re
 import sys
 from pathlib import Path
 
-from ccq.bench.profile import CLASSES
+from profile_step import CLASSES
+
 from ccq.bench.results import row_of
 from ccq.bench.tables import label_of
 from ccq.figures import BLUE, BROWN, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Figure, Panel, save

@@ -3,6 +3,7 @@ and damaged ones named."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -61,6 +62,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_atomically(path, f"{json.dumps(content, indent=1)}\n".encode())
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finite(thing: Any) -> Any:

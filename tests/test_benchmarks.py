@@ -1,3 +1,4 @@
+import doctest
 import json
 import re
 import statistics
@@ -9,6 +10,7 @@ import torch
 from scripts import script
 from torch.utils.flop_counter import FlopCounterMode
 
+from ccq import bench
 from ccq.bench import results
 from ccq.ops.clean import chunk
 
@@ -123,7 +125,7 @@ def test_models_of_fla_have_the_options_of_ours(system):
 
 
 def test_models_of_fla_stand_in_the_tables_where_they_were_measured(tmp_path):
-    from ccq.bench import decode, train
+    from ccq.bench import inference, train
     from ccq.report.collect import collect
 
     root = Path(__file__).parent.parent
@@ -135,10 +137,29 @@ def test_models_of_fla_stand_in_the_tables_where_they_were_measured(tmp_path):
     found = collect([tmp_path])
     shown = {
         table.name: {row.label.text: [cell.text for cell in row.cells] for block in table.blocks for row in block.rows}
-        for table in (*train.tables(found), *decode.tables(found))
+        for table in (*train.tables(found), *inference.tables(found))
     }
     assert shown["training"]["GLA, by fla"] == ["–", "47,308", "–", "71.5"]
     assert shown["training"]["CCQ-GLA"][1] == "47,774 (−2.4%)"  # over its own control
     assert shown["lengths"]["Gated DeltaNet, by fla, 1.3B"] == ["46,403"]
     assert shown["inference"]["GLA, by fla"][3:] == ["177", "–", "–"]
     assert "Gated DeltaNet, by fla" not in shown["inference"]
+
+
+def test_the_classes_of_kernels_are_as_the_script_says():
+    found = doctest.testmod(script("benchmarks/profile_step.py"))
+    assert found.attempted == 3
+    assert not found.failed
+
+
+@pytest.mark.parametrize("kind", ["layer", "op", "decode-op", "profile"])
+def test_kernels_and_layers_are_measured_in_a_clone(kind, capsys, monkeypatch, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        bench.main([kind, "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"ccq bench {kind} " in told
+    assert f"bench/{kind.replace('-', '_')}_GPU.json" in told
+    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)  # as in a wheel
+    assert bench.main([kind]) == 1
+    assert "needs a clone of the repository" in capsys.readouterr().err

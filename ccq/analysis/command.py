@@ -41,7 +41,8 @@ def begin(kind: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], Any
     except NoTokenizerError as error:
         raise AnalysisError(f"{error}: give one with --tokenizer") from error
     model = load_model(arguments.model, arguments.device, dtype)
-    return {"kind": kind, **describe(model, arguments.name or name_of(arguments.model))}, model, tokenizer
+    name = arguments.name or Path(arguments.model).name.removesuffix(".gguf")
+    return {"kind": kind, **describe(model, name)}, model, tokenizer
 
 
 def path_of(result: dict, out: Path) -> Path:
@@ -69,16 +70,6 @@ def describe(model: Any, name: str) -> dict:
     where = {"dtype": str(first.dtype).removeprefix("torch."), "device": first.device.type}
     told = {"name": name, "class": type(model).__name__, "parameters": size, **where}
     return {"identity": identity_of(model, name), "model": told}
-
-
-def name_of(model: str) -> str:
-    """What to call a model that is given by a path or by a name on the Hub.
-
-    >>> name_of("/some/where/model-270m.gguf"), name_of("someone/model-4B")
-    ('model-270m', 'model-4B')
-    """
-    path = Path(model)
-    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def write(path: Path, content: dict) -> None:

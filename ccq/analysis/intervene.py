@@ -100,14 +100,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--off", action="store_true", help="evaluate with cleaning off")
     add("--fixed", type=float, nargs="+", default=[], metavar="X", help="evaluate with lam fixed at each X")
-    add(
-        "--scale",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="X",
-        help="evaluate with lam multiplied by each X, at most 1",
-    )
+    add("--scale", type=float, nargs="+", default=[], metavar="X", help="evaluate with lam times each X, at most 1")
     add("--each-layer", action="store_true", help="also apply each of these in one layer at a time")
     arguments, suites, options = parse(parser, argv)
     asked = [Intervention("off")] if arguments.off else []

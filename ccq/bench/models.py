@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +14,18 @@ from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.model.convert.families import fla_config
 from ccq.recipes import recipe
 from ccq.systems import recipe_name
+from ccq.train.config import Config
 from ccq.train.trainer import Trainer
 from ccq.train.world import World
 
 
-def random_model(system: str, size: str, **changes):
+def random_model(system: str, size: str):
     """A preset in bf16 on the GPU, with random weights."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         if system in FLA:
             return of_fla(system, size).bfloat16().eval()
-        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}", **changes)).bfloat16().eval()
+        return CCQForCausalLM(CCQConfig.preset(f"{system}-{size}")).bfloat16().eval()
 
 
 def of_fla(system: str, size: str) -> Any:
@@ -49,14 +49,14 @@ class Foreign(torch.nn.Module):
         return SimpleNamespace(loss=self.model(ids, labels=labels, use_cache=False).loss, scored=ids.numel())
 
 
-def trainer_of(system: str, size: str, world: World, options: Mapping[str, Any], **runtime: bool) -> Trainer:
-    """With the model of a recipe, or that of fla, under the same optimizer and the same masters."""
-    config = recipe(recipe_name(FLA.get(system, system), size))
-    for name, value in runtime.items():
-        setattr(config.runtime, name, value)
-    for name, value in options.items():
-        setattr(config.model, name, type(getattr(config.model, name) or 0)(value))
+def config_of(system: str, size: str) -> Config:
+    """The run of a recipe; of fla's models, that of ours with the same options."""
+    return recipe(recipe_name(FLA.get(system, system), size))
+
+
+def trainer_of(system: str, config: Config, world: World) -> Trainer:
+    """With the model of `config`, or that of fla, under the same optimizer and the same masters."""
     if system not in FLA:
         return Trainer(config, world)
     with world.device:
-        return Trainer(config, world, Foreign(of_fla(system, size)).train())
+        return Trainer(config, world, Foreign(of_fla(system, config.identity.size)).train())

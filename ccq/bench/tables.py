@@ -1,4 +1,5 @@
-"""What the report's tables of benchmarks share, and what CCQ costs. Each benchmark's own is `tables` in its module."""
+"""What the report's tables of benchmarks share, what CCQ costs, and the table of layers. Those of whole models are
+`tables` in their modules."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 from ccq.bench.results import FLA
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks, row_kind
 from ccq.systems import SYSTEMS
 
 RANGE = "Small print in a cell: the range that was measured."
 CLEANED = ("ccq-gla", "ccq-gated-deltanet")  # whose cost the paper gives
-BACKBONES = {"gla": "gla", "gdn": "gated-deltanet"}  # what rows of `ccq bench layer` and `decode-op` call a system
+BACKBONES = {"gla": "gla", "gdn": "gated-deltanet"}  # what rows of a layer or kernel call a system
 # the systems of these rows, by backbone and variant
 LAYERS: dict[tuple[str, str], str] = {
     (short, variant): name
@@ -26,6 +27,12 @@ LAYERS: dict[tuple[str, str], str] = {
         "projected": f"{family}-projected-decay",
     }.items()
 }
+# of a layer, as benchmarks/bench_kernels.py measures them
+VARIANTS = ("fla", "unit", "composed", "ours", "projected")
+WITH_CCQ = ("composed", "ours", "projected")
+ALONE = {"gla": "unit", "gdn": "fla"}  # with unit q and k; fla's Gated DeltaNet has them
+PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
+SHAPE = {"hidden": 2048, "heads": 6, "key": 256, "value": 512}  # the paper's
 BATCH = 8  # of the paper's inference
 
 
@@ -175,23 +182,40 @@ MEASURES = {
     "decode": Measure("decode", "inference", "decode, tokens/s", "decode", "generate_tok_s"),
 }
 
-GOALS = {"operator-cpu": "The operator on a CPU", "data-prepare": "`ccq data prepare`"}
+
+def heading(name: str, length: int) -> str:
+    return f"{name}, {length // 1024}K"
 
 
-def goals_table(found: Collection) -> Table | None:
-    """What benchmarks that set themselves a goal found: ratios, since machines differ."""
-    blocks, notes = [], []
-    for kind, title in GOALS.items():
-        for source in found.of("bench", kind)[-1:]:
-            rows = []
-            for goal in source.content["goals"]:
-                bound = f"≥ {goal['at_least']:g}" if goal["at_least"] is not None else f"≤ {goal['at_most']:g}"
-                value = timed(f"{goal['value']:.3g}", "", source)
-                rows.append(Row(Cell(goal["name"]), [value, Cell(bound), Cell("met" if goal["ok"] else "missed")]))
-            blocks.append(Block(f"{title} {marks([source])}", rows))
-            load_before, cores = source.content.get("load_before", 0), source.content.get("cores")
-            if load_before > 0.5:
-                notes.append(f"{source.name}: the machine had other load: {load_before:g} on {cores} cores.")
-    if not blocks:
-        return None
-    return Table("goals", "On a CPU: ratios and their goals", ["", "here", "goal", ""], blocks, notes)
+def tables(found: Collection) -> list[Table]:
+    """The paper's per-layer table, with what was measured here beside it."""
+    sources = [source for source in found.of("bench", "layer") if source.content["shape"] == SHAPE]
+    rows = []
+    for backbone, variant in ((b, v) for b in BACKBONES for v in VARIANTS if (b, v) != ("gdn", "unit")):
+        if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
+            continue  # not in the paper, and not run
+        name = LAYERS.get((backbone, variant), LAYERS[backbone, "ours"])
+        alone, ratio = {"variant": ALONE[backbone]}, times if variant in WITH_CCQ else None
+        milliseconds = changed("graph_ms", ".2f", ratio=ratio)
+        gigabytes = changed("peak_bytes", ".2f", 2**-30, " GiB", ratio)
+        line = []
+        for column, length in PASSES:
+            at = {"backbone": backbone, "variant": variant, "T": length, "pass": column}
+            known = variant in ("fla", "unit", "ours")
+            told = quoted("layer", name, heading(column, length), BACKBONES[backbone]) if known else NOT_IN_PAPER
+            line += [told, beside(sources, milliseconds, alone, **at)]
+        line.append(beside(sources, gigabytes, alone, **at | {"pass": PASSES[0][0], "T": PASSES[0][1]}))
+        composed = variant == "composed"
+        label = SYSTEMS[name].label + (", composed from fla" if composed else "")
+        rows.append(Row(Cell(label), line, "" if composed else row_kind(name)))
+    notes = []
+    if sources:
+        notes.append(
+            f"Here: CUDA-graph time of one GPU, the median; in brackets over the backbone with unit q and k"
+            f"{noted(sources)}. {marks(sources)} The paper's is wall clock on one H200, its ratios over GLA without "
+            "unit q and k."
+        )
+        notes.append(RANGE)
+    paper = load().tables["layer"]
+    head = ["one layer, ms", *(part for c in paper.columns for part in (f"{c.heading}, paper", "here")), "peak memory"]
+    return [Table("layer", f"{paper.title} ({paper.label})", head, [Block("", rows)], notes)]

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(args) -> Iterator[dict]:
-    from ccq.bench.models import trainer_of
+    from ccq.bench.models import config_of, trainer_of
     from ccq.model.info import info
     from ccq.train.config import model_config
     from ccq.train.gpus import peak_flops
@@ -78,8 +78,10 @@ def measured(args) -> Iterator[dict]:
     with join("cuda") as world:
         peak = peak_flops(world.device)
         for system in args.systems:
-            how = {name: getattr(args, name) for name in ("compile", "activation_checkpointing")}
-            trainer = trainer_of(system, args.size, world, {}, **how)
+            config = config_of(system, args.size)
+            config.runtime.compile = args.compile
+            config.runtime.activation_checkpointing = args.activation_checkpointing
+            trainer = trainer_of(system, config, world)
             for length in map(int, args.lengths.split(",")):
                 row = {"system": system, "size": args.size, "length": length, "tokens": args.tokens, "dtype": "bf16"}
                 row |= measure(trainer, args.tokens, length, args.steps, args.warmup)

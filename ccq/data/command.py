@@ -40,14 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     prepare.add_argument(
         "--needle-length", nargs=2, type=size, metavar=("FROM", "TO"), help="characters of a haystack (default: 1K 10K)"
     )
-    prepare.add_argument(
-        "--needle-exclude",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="texts that no haystack may share 13 words with",
-    )
+    texts = "texts that no haystack may share 13 words with"
+    prepare.add_argument("--needle-exclude", nargs="+", type=Path, default=[], metavar="FILE", help=texts)
 
     check = commands.add_parser("check", help="read all shards of a folder and compare them with its index")
     check.add_argument("folder", type=Path)
@@ -67,20 +61,9 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="a commit of the dataset")
     add("--field", default="text", help="the field that holds the text (default: %(default)s)")
     add("--id-field", default="id", help="the field that holds the id (default: %(default)s)")
-    add(
-        "--filter",
-        action="append",
-        default=[],
-        metavar="PREFIX",
-        help="only documents whose id starts with PREFIX; repeatable",
-    )
-    add(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="skip files with such a name in folders; repeatable",
-    )
+    several: dict[str, Any] = {"action": "append", "default": []}  # they may be given again
+    add("--filter", metavar="PREFIX", help="only documents whose id starts with PREFIX; repeatable", **several)
+    add("--exclude", metavar="PATTERN", help="skip files with such a name in folders; repeatable", **several)
 
 
 def inputs_of(options: argparse.Namespace):

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ccq.data import DataError
-from ccq.files import naming, read_json
+from ccq.files import naming, read_json, sha256
 
 FORMAT, VERSION = "ccq tokens", 1
 FOOTER = 512
@@ -133,11 +133,8 @@ def check_shard(folder: Path, index: dict[str, Any], entry: dict[str, Any], chec
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     if found != footer(index["tokenizer"]["hash"], dtype, entry["tokens"], entry["documents"]):
         raise ShardError(f"shard {path} is damaged: its last {FOOTER} bytes are not what the index says")
-    if checksum:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != entry["sha256"]:
-            raise ShardError(f"shard {path} is damaged: sha256 {digest}, the index says {entry['sha256']}")
+    if checksum and (digest := sha256(path)) != entry["sha256"]:
+        raise ShardError(f"shard {path} is damaged: sha256 {digest}, the index says {entry['sha256']}")
 
 
 class TokenShards:

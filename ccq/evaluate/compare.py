@@ -187,13 +187,8 @@ def told(found: dict | None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq compare", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folders written by `ccq eval --out`; the first is the baseline",
-    )
+    folders = "folders written by `ccq eval --out`; the first is the baseline"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=folders)
     parser.add_argument("--suite", type=lambda text: text.split(","), help="only these suites, separated by commas")
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
     arguments = parser.parse_args(argv)

@@ -99,12 +99,6 @@ def draw(
 class Haystack:
     """Text of `size` units with a needle in it: noise sentences, a line each, or words of the essays or of a book."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Haystack) and (self.kind, self.versions) == (other.kind, other.versions)
-
-    def __hash__(self) -> int:
-        return hash((self.kind, *self.versions.values()))
-
     def __init__(self, kind: str, data: Path | None) -> None:
         self.kind = kind
         self.versions: dict[str, str] = {}
@@ -132,6 +126,9 @@ class Haystack:
         sentences = self.sentences(size)
         at = int(len(sentences) * (place / 100))
         return " ".join([" ".join(sentences[:at]), needle, " ".join(sentences[at:])]), float(place)
+
+
+haystack_of = functools.cache(Haystack)  # one for all evaluations of a process: `samples` knows it again
 
 
 def essays(data: Path | None) -> str:
@@ -289,7 +286,7 @@ def build(options, tokenizer) -> RequestSet:
     made_of = {"generator": str(GENERATOR), "words": sha256("\n".join(itertools.chain(*words())))}
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for task in tasks:
-        haystack = Haystack(KNOWN[task][0], options.data)
+        haystack = haystack_of(KNOWN[task][0], options.data)
         made_of |= haystack.versions
         for length in lengths:
             group = f"{task}/{length}"

@@ -1,5 +1,4 @@
-"""What the report says: its tables, figures and sentences, which templates/page.j2 puts in order and Markdown files
-take."""
+"""What the report says: its tables, figures and sentences, which templates/page.j2 puts in order."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import functools
 import importlib
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -15,28 +15,27 @@ from typing import Any
 import jinja2
 
 import ccq
-from ccq.bench.tables import goals_table
-from ccq.errors import UserError
 from ccq.figures import Figure, sample, save, svg
 from ccq.files import write_atomically
-from ccq.names import nearest, plural
+from ccq.names import plural
 from ccq.report import MADE_BY, claims, figures, tables
 from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
 from ccq.report.collect import DAMAGE, Collection
 from ccq.report.results import Results
-from ccq.report.table import SMALL, Table, trimmed
+from ccq.report.table import Table, trimmed
 from ccq.train import sweep_tables
 
 # what has `tables` of its own, beside the code whose results they show
 OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
-          *(f"bench.{name}" for name in ("layer", "op", "train", "decode", "decode_op")))  # fmt: skip
+          *(f"bench.{name}" for name in ("tables", "train", "inference")))  # fmt: skip
+Tables = Callable[[Collection], list[Table]]
 SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_RUN: "·"}  # beside the colour of a verdict
 
 
 @dataclass
 class Page:
-    """All that the templates show; `names` of tables can be asked for by Markdown files."""
+    """All that the templates show."""
 
     tables: dict[str, Table]
     figures: dict[str, Figure]
@@ -46,10 +45,8 @@ class Page:
     def html(self) -> str:
         return self._render("html.j2")
 
-    def markdown(self, whole: bool = True) -> str:
-        """As a file of its own, or as a part of one: without title and foot."""
-        text = re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2", whole=whole)).strip() + "\n"
-        return text if whole else text.rstrip("\n")
+    def markdown(self) -> str:
+        return re.sub(r"\n{3,}", "\n\n", self._render("markdown.j2")).strip() + "\n"
 
     def write(self, out: Path) -> list[Path]:
         """Write OUT/index.html, OUT/report.md and OUT/figures/; what was written."""
@@ -58,9 +55,9 @@ class Page:
             write_atomically(path, text.encode())
         return [*written, *(save(figure, out / "figures" / f"{name}.png") for name, figure in self.figures.items())]
 
-    def _render(self, form: str, whole: bool = True) -> str:
+    def _render(self, form: str) -> str:
         shown = self.context | {"tables": self.tables, "figures": self.figures}
-        return environment().get_template("page.j2").render(**shown, form=form, whole=whole)
+        return environment().get_template("page.j2").render(**shown, form=form)
 
 
 @functools.cache
@@ -94,25 +91,26 @@ def markdown_words(text: str, short: bool = False) -> str:
     return re.sub(r"\[([\d–]+)\]\((#[^)]+)\)", r"<sup>[\1](\2)</sup>", text)
 
 
-def build(found: Collection) -> Page:
-    """The page. Results of which none can be made (other versions, damage that is still JSON) are left out by name.
+def build(found: Collection, *more: Tables) -> Page:
+    """The page, with `more` tables. Results of which none can be made (other versions, damage that is still JSON) are
+    left out by name.
 
     Some damage shows only in a cell, or in a line drawn: so a page counts once it has been written out.
     """
     try:
-        page = assemble(found)
+        page = assemble(found, *more)
         assert page.html
         return page
     except DAMAGE:
-        return assemble(without_unusable(found))
+        return assemble(without_unusable(found, *more), *more)
 
 
-def without_unusable(found: Collection) -> Collection:
+def without_unusable(found: Collection, *more: Tables) -> Collection:
     """Results less those of which no page can be made by themselves; they are named."""
     usable, problems = [], list(found.problems)
     for source in found.sources:
         try:
-            if assemble(Collection([source])).html:
+            if assemble(Collection([source]), *more).html:
                 usable.append(source)
         except DAMAGE as error:
             told = (str(error) or "no more is said").splitlines()[0]
@@ -120,7 +118,7 @@ def without_unusable(found: Collection) -> Collection:
     return replace(found, sources=usable, problems=problems)
 
 
-def assemble(found: Collection) -> Page:
+def assemble(found: Collection, *more: Tables) -> Page:
     paper, results = papers.load(), Results(found)
     verdicts = claims.judge(found, results, paper)
     made: list[Table | None] = [
@@ -130,7 +128,7 @@ def assemble(found: Collection) -> Page:
         *(tables.score_table(name, paper, results) for name in ("lm", "niah", "longbench", "ablations")),
         *sweep_tables.tables(results),
         *(table for name in OWNERS for table in importlib.import_module(f"ccq.{name}").tables(found)),
-        goals_table(found),
+        *(table for of in more for table in of(found)),
         tables.source_table(found),
     ]
     pictures = figures.figures(found, results, paper)
@@ -192,70 +190,3 @@ def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
         )
     lead += "The decided claims and the main ones:" if decided else "The main claims:"
     return {"lead": lead, "listed": items}
-
-
-# Tables of Markdown files from the results: what stands between two comments is replaced.
-#
-#     <!-- ccq report: layer -->      the table of that name on the page, in one line where its numbers come from
-#     <!-- ccq report: results -->    all that the page says
-#     <!-- /ccq report -->            the end of either
-WHOLE = "results"
-PLACE = re.compile(r"(<!-- ccq report: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /ccq report -->)", re.DOTALL)
-# tables of the page, which has most only where there are results for them
-TABLES = re.findall(r"""tables(?:\.|\[")([\w-]+)""", (papers.HERE / "templates" / "page.j2").read_text())
-
-
-def filled(text: str, page: Page) -> str:
-    """`text` with each marked place filled from the page; nothing else changes."""
-
-    def fill(place: re.Match) -> str:
-        name, known = place["name"], (WHOLE, *dict.fromkeys(TABLES))
-        if name == WHOLE:
-            content = page.markdown(whole=False)
-        elif name in page.tables:
-            content = short(name, page)
-        elif name in known:
-            content = "Not run."
-        else:
-            raise UserError(f"{name}: no such table.{nearest(name, known)} There are: {', '.join(known)}.")
-        return f"{place[1]}{content}\n{place[4]}"
-
-    return PLACE.sub(fill, text)
-
-
-def short(name: str, page: Page) -> str:
-    """A table within a text of its own: its caption at its head, no small print, its sources by name below it."""
-    table = page.tables[name]
-    table = replace(table, head=[table.head[0] or table.caption.partition(" (")[0], *table.head[1:]])
-    macros: Any = environment().get_template("markdown.j2").module
-    below = [markdown_words(note, short=True) for note in table.notes if not note.startswith(SMALL)]
-    below.append(origin_of(table, page.tables["sources"]))
-    return f"{macros.rows(table, short=True).strip()}\n\n{' '.join(filter(None, below))}".rstrip()
-
-
-def origin_of(table: Table, sources: Table) -> str:
-    """Files by name, with the commit, hardware and date that they share."""
-    numbers: set[int] = set()
-    rows = [row for block in table.blocks for row in block.rows]
-    texts = [*table.notes, *(block.title for block in table.blocks), *(row.label.text for row in rows),
-             *(cell.text for row in rows for cell in row.cells)]  # fmt: skip
-    for first, last in MARK.findall(" ".join(texts)):
-        numbers.update(range(int(first), int(last or first) + 1))
-    shared: dict[tuple[str, ...], list[str]] = {}
-    for row in sources.blocks[0].rows:
-        if int(row.label.text) in numbers:
-            _, file, commit, hardware, date = row.cells
-            packages = ", ".join(part for part in commit.small.split(", ") if not part.startswith("ccq "))
-            shared.setdefault((hardware.text, packages, f"commit {commit.text}", date.text), []).append(file.text)
-    parts = [f"{', '.join(files)} ({'; '.join(filter(None, about))})" for about, files in shared.items()]
-    return f"From {'; '.join(parts)}." if parts else ""
-
-
-def fill(path: Path, page: Page) -> list[Path]:
-    """Fill a file in place; what was written: the file, and the figures where it shows the whole page."""
-    text = path.read_text(encoding="utf-8")
-    if not PLACE.search(text):
-        raise UserError(f"{path}: expected a place to fill, <!-- ccq report: NAME --> ... <!-- /ccq report -->")
-    path.write_text(filled(text, page), encoding="utf-8")
-    shown = page.figures.values() if any(place["name"] == WHOLE for place in PLACE.finditer(text)) else ()
-    return [path, *(save(figure, path.parent / "figures" / f"{figure.name}.png") for figure in shown)]

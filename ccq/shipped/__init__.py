@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from ccq.files import sha256
 from ccq.names import nearest
 
 HERE = Path(__file__).parent
@@ -62,11 +62,6 @@ def verify(folder: Path) -> None:
             raise ModelError(f"{path} is damaged: expected {told['bytes']:,} bytes, got {size:,}. {REMEDY}")
         if sha256(path) != told["sha256"]:
             raise ModelError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}. {REMEDY}")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_folder(folder: Path) -> Path:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ccq.files import naming, write_json
+from ccq.files import naming, sha256, write_json
 from ccq.names import first_line
 from ccq.train import RunError
 from ccq.train.world import World
@@ -60,9 +60,8 @@ def problem(folder: Path, checksums: bool = False, rank: int = 0, ranks: int = 1
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
         for name in sorted(sums)[rank::ranks] if checksums else ():
-            with open(folder / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != sums[name]:
-                    return f"{name} is not what was written: its sha256 is another"
+            if sha256(folder / name) != sums[name]:
+                return f"{name} is not what was written: its sha256 is another"
     except FileNotFoundError:
         return f"{COMPLETE} is missing"
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from ccq.files import finite, naming, write_atomically
 from ccq.names import duration
+from ccq.tables import progress
 from ccq.train import folder
 from ccq.train.config import Config
 
@@ -36,7 +38,7 @@ class Log:
 
     def say(self, text: str) -> None:
         if self.bar is not None:
-            self.bar.console.print(text, markup=False, highlight=False)
+            self.bar.write(text)
         elif self.main:
             print(text, flush=True)
 
@@ -56,13 +58,15 @@ class Log:
                 self.board = SummaryWriter(str(self.run / "tensorboard"), purge_step=step + 1)
             except ModuleNotFoundError:
                 self.say(f"tensorboard is not installed: {path} has all that is logged")
-        self.bar = _bar(self.config.steps, step)
+        if sys.stdout.isatty() and sys.stderr.isatty():  # else lines
+            self.bar = progress("training", self.config.steps, " steps")
+            self.bar.initial = self.bar.n = self.bar.last_print_n = step
 
     def close(self) -> None:
-        for part, end in ((self.bar, "stop"), (self.file, "close"), (self.board, "close")):
+        for part in (self.bar, self.file, self.board):
             if part is not None:
                 with contextlib.suppress(OSError):  # a full disk is told with the last good checkpoint, not from here
-                    getattr(part, end)()
+                    part.close()
         self.bar = self.file = self.board = None
 
     def record(self, step: int, seconds_left: float | None = None, **values: Any) -> None:
@@ -87,29 +91,15 @@ class Log:
         shown = " ".join(f"{heading} {form.format(np.mean(value))}" for value, heading, form in known)
         if seconds_left is not None:
             shown += f" left {duration(seconds_left)}"
-        self.advance(step, shown=shown)
         if self.bar is None:
             print(f"step {step}/{self.config.steps} {shown}", flush=True)
+        else:
+            self.bar.set_postfix_str(shown, refresh=False)
+        self.advance(step)
 
-    def advance(self, step: int, **shown: str) -> None:
+    def advance(self, step: int) -> None:
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step, **shown)
-
-
-def _bar(steps: int, step: int) -> Any:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ModuleNotFoundError:  # lines then, as where there is no terminal
-        return None
-
-    console = Console()
-    if not console.is_terminal:
-        return None
-    bar = Progress(BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"), console=console)
-    bar.add_task("", total=steps, completed=step, shown="")
-    bar.start()
-    return bar
+            self.bar.update(step - self.bar.n)
 
 
 def _step_of(line: str) -> float:

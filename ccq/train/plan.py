@@ -147,11 +147,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--gpus", type=int, default=8, help="number of GPUs (default: %(default)s); more than 8 means several nodes"
     )
-    parser.add_argument(
-        "--gpu",
-        type=str.upper,
-        help=f"{', '.join(GPUS)} (default: your own results of `ccq bench train`, else {MEASURED})",
-    )
+    known = f"{', '.join(GPUS)} (default: your own results of `ccq bench train`, else {MEASURED})"
+    parser.add_argument("--gpu", type=str.upper, help=known)
     options, config = parse(parser, argv)
     if options.gpus < 1:
         parser.error(f"--gpus: expected at least 1, got {options.gpus}")

@@ -252,13 +252,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--no-capture", action="store_true", help="do not use CUDA graphs")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=JSON",
-        help="set a field of all recipes: --set data.batch=64",
-    )
+    told = "set a field of all recipes: --set data.batch=64"
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help=told)
     parser.add_argument("--force", action="store_true", help="write into a folder that holds other files")
     return sweep(parser.parse_args(argv))
 

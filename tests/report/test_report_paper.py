@@ -5,8 +5,7 @@ import re
 import pytest
 from made_results import rows_in
 
-from ccq.bench import layer
-from ccq.bench.tables import LAYERS
+from ccq.bench import tables as benches
 from ccq.report.paper import leader, load, numbers_of
 from ccq.systems import SYSTEMS
 
@@ -71,8 +70,8 @@ def test_benchmarks_quote_the_same_numbers():
         for row in rows_in(file):
             assert next(iter(numbers_of("inference", row["system"])[at:]), None) == row[key]
     for row in rows_in("layer_h200"):
-        system = LAYERS.get((row["backbone"], row["variant"]), "")
-        assert TABLES["layer"].value("1.3b", system, layer.heading(row["pass"], row["T"])) == row["paper_ms"]
+        system = benches.LAYERS.get((row["backbone"], row["variant"]), "")
+        assert TABLES["layer"].value("1.3b", system, benches.heading(row["pass"], row["T"])) == row["paper_ms"]
     for row in rows_in("train_h200"):
         assert row["paper"] in (None, numbers_of("training", row["system"]))
 

@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers.modeling_utils import load_state_dict
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder
 from ccq.mixers import QueryCleaner
 from ccq.model.config import REMOTE, CCQConfig
 from ccq.model.convert.families import FAMILIES, RENAMED_TENSORS, Family, cleaned, fla_config, lines, our_config
 from ccq.model.decoder import CCQForCausalLM
+from ccq.names import first_line, nearest
 from ccq.names import grouped as names_grouped
-from ccq.names import nearest
 from ccq.pretrained import COMPANIONS, is_run, located
 from ccq.shipped import tokenizer_folder
 from ccq.systems import Identity
@@ -54,7 +55,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name; they lie in its files, and are read when they are written elsewhere."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        for name, tensor in (_safetensors(file) if file.suffix == ".safetensors" else _pickled(file)).items():
+        for name, tensor in tensors_in(file).items():
             if name in tensors:
                 raise ValueError(f"{file.name}: {name} is also in another file")
             if tensor.dtype not in DTYPES:
@@ -84,19 +85,12 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _safetensors(file: Path) -> dict[str, Tensor]:
+def tensors_in(file: Path) -> dict[str, Tensor]:
+    """Of one file; of a pickle, tensors and nothing that runs."""
     try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise OSError(f"{file}: damaged or cut off ({error})") from error
-
-
-def _pickled(file: Path) -> dict[str, Tensor]:
-    """Of a file of torch.save: tensors and nothing that runs."""
-    try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise OSError(f"{file}: damaged, or it contains more than tensors ({str(error).splitlines()[0]})") from error
+        loaded = load_state_dict(file)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, SafetensorError) as error:
+        raise OSError(f"{file}: damaged or cut off, or it contains more than tensors ({first_line(error)})") from error
     if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"{file}: expected tensors by name")
     return loaded
@@ -304,11 +298,8 @@ def _copy_companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq convert", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "source",
-        metavar="SRC",
-        help="a folder, a shipped model (gla-pico), or a name on the Hub (fla-hub/gla-1.3B-100B)",
-    )
+    models = "a folder, a shipped model (gla-pico), or a name on the Hub (fla-hub/gla-1.3B-100B)"
+    parser.add_argument("source", metavar="SRC", help=models)
     parser.add_argument("target", metavar="DST", help="folder to write")
     parser.add_argument("--clean", action="store_true", help="add cleaning to every layer")
     for option, kind, help in CLEANING:

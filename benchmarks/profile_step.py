@@ -135,13 +135,16 @@ def profiled(call: Callable[[], Any], steps: int, warmup: int) -> dict:
 
 @contextlib.contextmanager
 def training(system: str, args) -> Iterator[Callable[[], Any]]:
-    from ccq.bench.models import trainer_of
+    from ccq.bench.models import config_of, trainer_of
     from ccq.bench.train import batch_of
     from ccq.train.loop import own_stream
     from ccq.train.world import join
 
     with join("cuda") as world, own_stream(world):
-        trainer = trainer_of(system, args.size, world, dict(pair.split("=") for pair in args.set.split(",") if pair))
+        config = config_of(system, args.size)
+        for name, value in (pair.split("=") for pair in args.set.split(",") if pair):
+            setattr(config.model, name, type(getattr(config.model, name) or 0)(value))
+        trainer = trainer_of(system, config, world)
         trainer.captures &= system not in FLA  # its model asks the host for things
         batch = batch_of(args.batch * args.length, args.length, trainer.config.model.vocab_size, 0)
         batch = batch._replace(input_ids=batch.input_ids.pin_memory(), labels=batch.labels.pin_memory())
@@ -180,7 +183,7 @@ def decode(system: str, args) -> Iterator[Callable[[], Any]]:
 PARTS = {"train": training, "prefill": prefill, "decode": decode}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = model_parser(
         "profile", __doc__, length=4096, parts=(",".join(PARTS), "of these, with commas between"),
         set=("", "options of the trained model, as conv_size=4"),
@@ -202,4 +205,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [[r["system"], r["part"], *(f"{x:.2f}" for x in numbers)] for r, numbers in zip(rows, cells, strict=True)]
     show(["system", "part", "wall", "launches", *CLASSES], lines, "milliseconds by class of kernel", left=2, width=160)
     write(args, {"note": args.note, "rows": rows})
-    return 0

@@ -1,10 +1,12 @@
-"""`ccq bench decode`: one token at a time through a whole model.
+"""`ccq bench prefill`: a batch of prompts through a whole model, states kept, logits of the last token. `ccq bench
+decode`: one token at a time.
 
+    wall       of a prefill of 4K tokens, with a synchronisation around each call
     step       the captured step alone: tokens in, logits out (CUDA-graph time)
     generate   tokens/s of `model.generate`, greedy, prefill not counted: what a user gets
     plain      the same step launched kernel by kernel (wall clock), to see what the graph saves
 
-1.3B, batch 8, as in the paper, which gives no prompt length: the states do not grow.
+1.3B, batch 8, as in the paper, which gives no prompt length for decoding: the states do not grow.
 """
 
 from __future__ import annotations
@@ -14,11 +16,20 @@ from collections.abc import Sequence
 
 import torch
 
+from ccq.bench import KINDS
 from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, tokens, wall_time
 from ccq.bench.tables import BATCH, RANGE, beside, changed, control_of, label_of, measured_of_fla, noted, quoted
 from ccq.report.collect import Collection
 from ccq.report.paper import load
 from ccq.report.table import Block, Cell, Row, Table, marks, row_kind
+
+
+@torch.inference_mode()
+def measure_prefill(model, args) -> dict:
+    prompt = tokens(model, args.batch, args.length)
+    torch.cuda.reset_peak_memory_stats()
+    timing = wall_time(lambda: model(prompt, use_cache=True, logits_to_keep=1), repeats=10, warmup=3)
+    return {"T": args.length, "wall_ms": timing, "peak_bytes": torch.cuda.max_memory_allocated()}
 
 
 def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
@@ -29,7 +40,7 @@ def generate_seconds(model, prompt: torch.Tensor, new: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure(model, args) -> dict:
+def measure_decode(model, args) -> dict:
     prompt = tokens(model, args.batch, args.prompt)
     generate_seconds(model, prompt, 8)  # captures its graph
     # the difference is decoding alone
@@ -51,9 +62,14 @@ def measure(model, args) -> dict:
     }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = model_parser("decode", __doc__, prompt=512, tokens=128).parse_args(argv)
-    return run_models(args, "decoding with whole models", measure)
+def prefill(argv: Sequence[str]) -> int:
+    args = model_parser("prefill", KINDS["prefill"][1], length=4096).parse_args(argv)
+    return run_models(args, "prefill of whole models", measure_prefill)
+
+
+def decode(argv: Sequence[str]) -> int:
+    args = model_parser("decode", KINDS["decode"][1], prompt=512, tokens=128).parse_args(argv)
+    return run_models(args, "decoding with whole models", measure_decode)
 
 
 def tables(found: Collection) -> list[Table]:
