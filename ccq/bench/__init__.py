@@ -1,4 +1,4 @@
-"""`ccq bench`: measure the cost of CCQ in whole models on a GPU, beside the backbone; in a clone, of kernels alone too."""
+"""`ccq bench`: measure what CCQ costs on a GPU, beside the backbone: whole models, and in a clone kernels alone."""
 
 from __future__ import annotations
 

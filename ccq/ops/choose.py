@@ -133,8 +133,10 @@ def triton_refuses(call: Call) -> str | None:
 
 
 def hopper_refuses(call: Call) -> str | None:
-    if call.dtype != torch.bfloat16 or call.size not in (128, 256) or call.length < 128 or call.packed:
-        return "they take bfloat16, keys of 128 or 256 channels, and sequences in rows of 128 tokens or more"
+    if call.dtype == torch.float16:
+        return "float16 lacks the range: their products take scores and gradients divided by the count of tokens"
+    if call.dtype != torch.bfloat16 or call.size not in (64, 128, 256) or call.length < 128:
+        return "they take bfloat16, keys of 64, 128 or 256 channels, and rows of 128 tokens or more"
     if os.environ.get("CCQ_HOPPER") == "0":
         return "CCQ_HOPPER=0 turns them off"
     return gluon_refuses(call)

@@ -233,7 +233,9 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 256, "B": 8, "of": "projected", "decay": "given"}),
     (operator, {"dtype": BF16, "size": 128, "groups": 2, "gated": False, "of": "projected", "decay": "learned",
                 "state": True, "normalize": "stats"}),
-    (operator, {"dtype": BF16, "size": 64, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
+    (operator, {"dtype": BF16, "size": 64, "groups": 2, "gated": False, "packed": True, "of": "projected",
+                "decay": "given", "normalize": "stats"}),
+    (operator, {"dtype": BF16, "size": 32, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
     (between, {"dtype": BF16, "size": 256, "linear": True}),
     (between, {"dtype": FP32, "size": 100, "linear": False, "sigmoid": True, "rows": 3}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
@@ -257,24 +259,23 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (decays, {"dtype": FP32}),
 ]  # fmt: skip
 RARE: list[tuple[Callable, dict[str, Any]]] = [  # the same kernels at sizes and in dtypes that few use
-    (operator, {"dtype": BF16, "size": 64, "heads": 1, "packed": True, "state": True, "normalize": "stats"}),
+    (operator, {"dtype": BF16, "size": 32, "heads": 1, "packed": True, "state": True, "normalize": "stats"}),
     (operator, {"dtype": FP16, "size": 64, "groups": 2, "gated": False, "centred": False, "normalize": "none",
                 "of": "y"}),
-    (operator, {"dtype": BF16, "size": 64, "B": 64, "groups": 2, "gated": False, "state": True, "centred": False,
+    (operator, {"dtype": BF16, "size": 32, "B": 64, "groups": 2, "gated": False, "state": True, "centred": False,
                 "normalize": "none"}),
     (operator, {"dtype": FP16, "size": 64, "groups": 2, "gated": False, "decay": "given", "state": True,
                 "normalize": "stats"}),
 ]  # fmt: skip
+READS: list[dict[str, Any]] = [
+    {"normalize": "unit"}, {"normalize": "stats"}, {"normalize": "none"},
+    {"of": "projected"}, {"of": "projected", "decay": "given"}, {"of": "scaled", "decay": "given"},
+]  # fmt: skip
 # every switch with each: whether the assembler drops a product changes with any of them
 HOPPER: list[tuple[Callable, dict[str, Any]]] = [
-    (operator, {"dtype": BF16, "size": size, "state": state, "centred": centred, "normalize": normalize})
-    for size, state, centred, normalize in itertools.product(
-        (128, 256), (False, True), (False, True), ("unit", "stats", "none")
-    )
-] + [
-    (operator, {"dtype": BF16, "size": size, "state": state, "centred": centred, "of": of, "decay": decay})
-    for size, state, centred, (of, decay) in itertools.product(
-        (128, 256), (False, True), (False, True), (("projected", None), ("projected", "given"), ("scaled", "given"))
+    (operator, {"dtype": BF16, "size": size, "packed": packed, "state": state, "centred": centred, **read})
+    for size, packed, state, centred, read in itertools.product(
+        (64, 128, 256), (False, True), (False, True), (False, True), READS
     )
 ]
 

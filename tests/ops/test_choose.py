@@ -139,8 +139,11 @@ def test_hopper_kernels_run_only_where_they_were_looked_at(gpu, monkeypatch, cap
         monkeypatch.setenv("CCQ_HOPPER", switch)
     assert explain("clean_query", call())[0] == expected
     assert explain("clean_query", call(size=128, length=128), "triton")[0] == expected
-    for changed in ({"dtype": torch.float16}, {"size": 64}, {"length": 127}, {"packed": True}):
-        assert explain("clean_query", call(**changed))[0] == "triton"
+    assert explain("clean_query", call(size=64, packed=True))[0] == expected
+    for changed in ({"dtype": torch.float16}, {"dtype": torch.float32}, {"size": 96}, {"length": 127}):
+        name, why_not = explain("clean_query", call(**changed))
+        assert name == "triton"
+        assert ("float16 lacks the range" in why_not["hopper"]) == (changed.get("dtype") == torch.float16)
     assert explain("clean_query", call(CPU))[0] == "chunk"
 
 

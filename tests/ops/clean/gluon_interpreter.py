@@ -122,30 +122,35 @@ class Barrier:
 
 class Descriptor:
     def __init__(self, base, shape, strides, block_shape, layout):
-        self.rows = base.as_strided(shape, strides)
-        self.block, self.layout = block_shape, layout
+        self.base, self.shape, self.strides = base, shape, strides
+        self.block_shape, self.layout = block_shape, layout
         self.block_type = SimpleNamespace(nbytes=torch.Size(block_shape).numel() * base.element_size())
 
     def inside(self, at):
-        """What of a block lies in the tensor: in the tensor, and in the block."""
-        n, row, col = (int(x) for x in at)
-        count = max(0, min(self.block[1], self.rows.shape[1] - row))
-        assert n < self.rows.shape[0]
+        """The rows of a block that lie in the tensor, and how many they are. Addresses have 64 bits."""
+        at = [int(x) for x in at]
+        *lead, row, col = at
+        assert len(at) == len(self.shape)
+        assert all(0 <= x < size for x, size in zip(lead, self.shape, strict=False))
         assert row >= 0
-        assert col + self.block[2] <= self.rows.shape[2]
-        return self.rows[n, row : row + count, col : col + self.block[2]], count
+        assert col + self.block_shape[-1] <= self.shape[-1]
+        count = max(0, min(self.block_shape[-2], self.shape[-2] - row))
+        width = self.base.element_size()
+        byte = sum(x * stride for x, stride in zip(at, self.strides, strict=True)) * width % 2**64
+        where = self.base.storage_offset() + (byte // width if count else 0)
+        return self.base.as_strided((count, self.block_shape[-1]), self.strides[-2:], where), count
 
 
 def async_load(tensor, at, barrier, buffer):
     found, count = tensor.inside(at)
     buffer.data.zero_()
-    buffer.data[0, :count] = found
+    buffer.data.view(-1, found.shape[1])[:count] = found
     barrier.change(expected=-tensor.block_type.nbytes)
 
 
 def async_store(tensor, at, buffer):
     found, count = tensor.inside(at)
-    found.copy_(buffer.data[0, :count])
+    found.copy_(buffer.data.view(-1, found.shape[1])[:count])
 
 
 def allocate(dtype, shape, layout):

@@ -165,6 +165,10 @@ HOPPER_SHAPES = [
     {"T": 777, "B": 3, "Hq": 2, "Hk": 2, "K": 128},
     {"T": 128, "B": 1, "Hq": 1, "Hk": 1, "K": 256},
     {"T": 4100, "B": 2, "Hq": 6, "Hk": 6, "K": 256},  # several tiles a program
+    {"T": 1000, "B": 2, "Hq": 4, "Hk": 2, "K": 64},
+    {"lengths": [1, 63, 0, 64, 65, 128, 129, 700, 0], "Hq": 4, "Hk": 2, "K": 256},
+    {"lengths": [0, 300, 3, 2000, 5, 190], "Hq": 6, "Hk": 6, "K": 128},
+    {"lengths": [700, 0, 1, 129, 64, 4000], "Hq": 6, "Hk": 3, "K": 64},
 ]
 
 
@@ -205,7 +209,35 @@ def test_hopper_kernels_match_fp64_in_every_read(step, decay, mode, shape):
     if not has_hopper_kernels():
         pytest.skip("not a Hopper GPU with Triton 3.8")
     shape, mode = HOPPER_SHAPES[shape], {**mode, "step": step}
-    compare_with_fp64(shape, mode, shape["B"] > 1, torch.bfloat16, decay, keys="few strong directions")
+    # where a sequence continues, a decay has a gradient (of the first weight), and dk is the plain kernels'
+    state = shape["B"] > 1 if "B" in shape else step == "projected"
+    compare_with_fp64(shape, mode, state, torch.bfloat16, decay, keys="few strong directions")
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("step", "decay"), [("scaled", None), ("projected", "given")])
+def test_neighbours_of_a_packed_sequence_change_nothing(size, step, decay):
+    lengths = [1, 63, 64, 65, 3, 1, 128, 129, 700, 2, 300, 5]
+    assert_neighbours_change_nothing(lengths, size, torch.bfloat16, step, decay)
+
+
+def assert_neighbours_change_nothing(lengths, size, dtype, step, decay):
+    """What packed sequences give is the same, to the bit, where every second one and its gradients are NaN."""
+    state = decay is None  # else dk is the plain kernels'
+    case = make_case(lengths=lengths, Hq=2, Hk=1, K=size, state=state, dtype=dtype, decay=decay, earlier=3)
+    case = to_gpu(case) if torch.cuda.is_available() else case
+    case = replace(case, cu_seqlens=case.cu_seqlens.int())
+    second = torch.tensor([n % 2 == 1 for n, length in enumerate(lengths) for _ in range(length)])
+    nan = torch.where(second, float("nan"), 0.0).to(case.q)[None, :, None, None]
+    cotangents = {name: x + nan if name in ("q_clean", "k_bar") else x for name, x in case.cotangents.items()}
+    spoilt = replace(case, q=case.q + nan, k=case.k + nan, lam=case.lam + nan[..., 0], cotangents=cotangents)
+    ref, got = (results(x, "triton", step=step) for x in (case, spoilt))
+    for name in ("q_clean", "k_bar", "gradient of q", "gradient of k", "gradient of lam"):
+        assert torch.equal(ref[name][:, ~second], got[name][:, ~second]), name
+        assert got[name][:, second].isnan().any(-1).all(), f"{name}: NaN went astray"
+    for name in ("C", "s", *(("gradient of initial C", "gradient of initial s") if state else ())):
+        assert torch.equal(ref[name][::2], got[name][::2]), name
 
 
 def compare_with_fp64(shape, mode, state, dtype, decay=None, keys="isotropic"):
@@ -287,8 +319,9 @@ def chunk_with_rounded_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @on_gpu
-def test_equal_inputs_give_equal_bits():
-    case = to_gpu(make_case(B=2, T=1000, Hq=6, Hk=6, K=256, dtype=torch.bfloat16, state=True))
+@pytest.mark.parametrize("shape", [{"B": 2, "T": 1000}, {"lengths": [1, 63, 500, 0, 436, 1000]}], ids=str)
+def test_equal_inputs_give_equal_bits(shape):
+    case = to_gpu(make_case(**shape, Hq=6, Hk=6, K=256, dtype=torch.bfloat16, state=True))
     ref = results(case, "triton")
     for _ in range(30):
         got = results(case, "triton")
@@ -327,21 +360,25 @@ def test_every_config_gives_the_same_numbers(name, monkeypatch):
         {"B": 1, "T": 70_000, "H": 1, "K": 64},  # over 65,536 tokens
         {"B": 600, "T": 64, "H": 128, "K": 16},  # over 65,535 programs
         {"B": 1, "T": 1_500_000, "H": 6, "K": 256},  # offsets past 2^31
+        {"B": 1, "T": 1_500_000, "H": 6, "K": 256, "first": 700_001},  # likewise, in the second of two packed sequences
     ],
     ids=str,
 )
 def test_long_shapes(shape):
     B, T, H, K = (shape[x] for x in "BTHK")
+    first = shape.get("first", 0)  # token of the last sequence
+    cu_seqlens = torch.tensor([0, first, T], device="cuda") if first else None
     rng = torch.Generator("cuda").manual_seed(0)
     q, k = (torch.randn(B, T, H, K, device="cuda", dtype=torch.bfloat16, generator=rng) for _ in range(2))
     lam = torch.rand(B, T, H, device="cuda", generator=rng)
     with torch.no_grad():
-        q_clean, k_bar, state = clean_query(q, k, lam, output_final_state=True, backend="triton")
+        q_clean, k_bar, state = clean_query(q, k, lam, cu_seqlens=cu_seqlens, output_final_state=True, backend="triton")
     tail = 64
+    keys = k_bar[-1, first : T - tail]
     before = CovarianceState(  # the last sequence up to its tail, in fp64
-        torch.stack([k_bar[-1, : T - tail, h].double().T @ k_bar[-1, : T - tail, h].double() for h in range(H)])[None],
-        k_bar[-1, : T - tail].double().sum(0)[None],
-        torch.tensor([T - tail], device="cuda"),
+        torch.stack([keys[:, h].double().T @ keys[:, h].double() for h in range(H)])[None],
+        keys.double().sum(0)[None],
+        torch.tensor([len(keys)], device="cuda"),
     )
     q_unit = unit_vector(q[-1:, T - tail :].double())
     ref, _, final = clean_query(
@@ -350,7 +387,7 @@ def test_long_shapes(shape):
     )  # fmt: skip
     assert_close("q_clean", ref, q_clean[-1:, T - tail :], GPU_TOLERANCE[torch.bfloat16])
     assert_close("C", final.second_moment, state.second_moment[-1:], 1e-5)
-    assert state.count.tolist() == [T] * B
+    assert state.count.tolist() == ([first, T - first] if first else [T] * B)
 
 
 @on_gpu

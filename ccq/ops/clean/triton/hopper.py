@@ -1,5 +1,4 @@
-"""The reads of the operator for Hopper, in Gluon: what reads.clean_kernel and reads.dk_kernel compute, for bf16 and
-sequences in rows.
+"""The reads of the operator for Hopper, in Gluon: what reads.clean_kernel and reads.dk_kernel compute, for bf16.
 
 A program has two warp groups that multiply, each 64 rows of a tile of 128, and one warp that fetches what they read, by
 TMA, through rings of buffers. So the state and the keys come once for 128 rows, and what one warp group does beside its
@@ -21,10 +20,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ccq.ops.clean.reference import LEAST
-from ccq.ops.clean.triton.hopper_rings import FLAT, Ring, Tiles, read_state
+from ccq.ops.clean.triton.hopper_rings import FLAT, Ring, Tiles, read_state, rows_of, states_of
 from ccq.ops.precision import EPS
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 FAINT = gl.constexpr(1e-12)  # of a past: what is left of it counts as this much at least, so that it can be divided by
 NEVER = gl.constexpr(-1e30)  # the running log-decay of a token that is not there: it sees nothing
 ROWS = 3  # buffers of x: the two in use, and one of the next tile
-BLOCK = gl.NVMMASharedLayout(128, 16, 3)  # of [1, 64, K] in shared memory, as products take it
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of 64 numbers, one to a thread
 
 
@@ -99,16 +96,18 @@ def fetch_clean(tensors, rings, key_sums, tiles, heads, pointers, modes):
     K: gl.constexpr = ring.K
     item = 0
     for turn in range(tiles.turns()):
-        n, hq, row, chunk_row, chunk = tiles.place(turn)
+        n, hq, row, chunk_row, length = tiles.place(turn)
+        chunk = tiles.chunk(n, chunk_row)
         h = hq // (HQ // H)
-        x_ring.put_two(2 * turn, x, n, row, hq * K)
+        where = tiles.rows(n, length)
+        x_ring.put_two(2 * turn, x, where, row, hq * K)
         if modes.INITIAL or chunk_row > 0:
             item = ring.put_state(item, states, (chunk * H + h) * K)
         for i in range((row + 128 - chunk_row) // 64):
-            ring.put(item, k, n, row + 64 - i * 64, h * K)
+            ring.put(item, k, where, row + 64 - i * 64, h * K)
             item += 1
         if modes.ALONG:
-            ring.put_two(item, other, n, row, hq * K)
+            ring.put_two(item, other, where, row, hq * K)
             item += 2
 
 
@@ -144,22 +143,22 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
 
     item = 0
     for turn in range(tiles.turns()):
-        n, hq, row, chunk_row, _ = tiles.place(turn)
+        n, hq, row, chunk_row, length = tiles.place(turn)
         h = hq // (HQ // H)
         begin = row + W * 64
         rows = begin + local
-        valid = rows < tiles.T
-        per_row = (n.to(gl.int64) * tiles.T + rows) * HQ + hq
-        sequence = h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
+        valid = rows < length
+        per_row = (tiles.first_token(n) + rows) * HQ + hq
+        sequence = h.to(gl.int64) * tokens + tiles.first_token(n)
         if modes.STEP != Y:
             gate = gl.load(lam + per_row, mask=valid, other=0.0).to(gl.float32)
         if modes.DECAY:
             decays = through + sequence
             t = gl.load(weights + sequence + rows, mask=valid, other=1.0)
             now = gl.load(decays + rows, mask=valid, other=0.0)
-            chunk_start = decay_before(decays, chunk_row, tiles.T)  # asked for now, needed after the state
-            own_start = decay_before(decays, begin, tiles.T)
-            coming = gl.load(decays + (begin + lane), mask=begin + lane < tiles.T, other=0.0)
+            chunk_start = decay_before(decays, chunk_row, length)  # asked for now, needed after the state
+            own_start = decay_before(decays, begin, length)
+            coming = gl.load(decays + (begin + lane), mask=begin + lane < length, other=0.0)
             earlier = gl.where(chunk_row > 0, chunk_row - 1, 0)
             n0 = gl.load(weights + sequence + earlier)
             if modes.INITIAL:
@@ -175,9 +174,9 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if modes.INITIAL or chunk_row > 0:  # a sequence with no past has no state to read
             blocks = K // 64
         if modes.CENTRED:  # asked for now, needed after the state
-            at = sums + ((n.to(gl.int64) * per_sums + chunk_row // 64) * H + h) * K
+            at = sums + ((tiles.first_sum(n, per_sums) + chunk_row // 64) * H + h) * K
             before_rows = gl.where(v == 0, (begin - chunk_row) // 64, 0) * (H * K)
-            there = (v < 3) & ((v > 0) | (begin < tiles.T))
+            there = (v < 3) & ((v > 0) | (begin < length))
             s = gl.load(at + before_rows[:, None] + sum_col[None, :], mask=there[:, None], other=0.0)
 
         x = x_ring.get(2 * turn + W)
@@ -219,7 +218,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
         if modes.DECAY:
             then = coming
             key = begin - 64 + lane
-            coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < tiles.T), other=0.0)
+            coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < length), other=0.0)
         p = warpgroup_mma_wait(0, deps=(p,))
         m = gl.zeros([64], gl.float32, square_row)
         if modes.CENTRED:
@@ -243,7 +242,7 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             if modes.DECAY:
                 left_of_key = gl.convert_layout(exp(gl.minimum(own_start - coming, 0.0)), column_of)
                 key = begin - (i + 1) * 64 + lane
-                coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < tiles.T), other=0.0)
+                coming = gl.load(decays + key, mask=(key >= chunk_row) & (key < length), other=0.0)
             p = warpgroup_mma_wait(0, deps=(p,)) * share[:, None] - (m * share)[:, None]
             if modes.DECAY:
                 p = p * left_of_key[None, :]
@@ -296,12 +295,12 @@ def read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, W: gl.co
             clean = q.to(gl.float32) * scale[:, None] + acc * size[:, None]
             x.store(clean.to(gl.bfloat16))
             if modes.KEEP:  # y goes the same way, when q_clean is gone
-                x_ring.send(2 * turn + W, out, n, begin, hq * K)
+                x_ring.send(2 * turn + W, out, tiles.rows(n, length), begin, hq * K)
                 x.store((acc * unit[:, None]).to(gl.bfloat16))
         if modes.KEEP:
-            x_ring.store(2 * turn + W, kept, n, begin, hq * K)
+            x_ring.store(2 * turn + W, kept, tiles.rows(n, length), begin, hq * K)
         else:
-            x_ring.store(2 * turn + W, out, n, begin, hq * K)
+            x_ring.store(2 * turn + W, out, tiles.rows(n, length), begin, hq * K)
 
 
 @gluon.jit
@@ -314,20 +313,24 @@ def read_clean_second(tensors, rings, key_sums, tiles, heads, pointers, modes):
     read_clean(tensors, rings, key_sums, tiles, heads, pointers, modes, 1)
 
 
-@gluon.jit(do_not_specialize=["T", "tokens", "HQ", "H", "per_tiles", "per_chunks", "per_sums", "tiles"])
+VARYING = ["N", "T", "tokens", "HQ", "H", "per_tiles", "per_chunks", "per_sums", "tiles"]
+
+
+@gluon.jit(do_not_specialize=VARYING)
 def clean_hopper_kernel(
     x, k, states, other, out, kept, lam, sums, count, through, weights, means, along,
-    T, tokens, HQ, H, per_tiles, per_chunks, per_sums, tiles, eps,
+    N, cu, tile_offsets, chunk_offsets, sum_offsets, T, tokens, HQ, H, per_tiles, per_chunks, per_sums, tiles, eps,
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
     STEP: gl.constexpr, KEEP: gl.constexpr, INITIAL: gl.constexpr, CENTRED: gl.constexpr, DECAY: gl.constexpr,
     UNIT: gl.constexpr, ALONG: gl.constexpr, UNIT_OTHER: gl.constexpr,
 ):  # fmt: skip
     """q_clean, or Sigma x (for Y) with -other . Sigma x (if ALONG), and m_t: as reads.clean_kernel."""
     tensors = (x, k, states, other, out, kept)
-    rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
+    rings = (Ring.create(ROWS, K, 1, x), Ring.create(STAGES, K, 2, x))
     key_sums = gl.allocate_shared_memory(gl.bfloat16, [2, 16, K], FLAT)
     fence_async_shared()
-    place = Tiles(T, HQ, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
+    tables = (N, cu, tile_offsets, chunk_offsets, sum_offsets)
+    place = Tiles.create(T, HQ, per_tiles, per_chunks, tiles, tables, S)
     pointers = (lam, sums, count, through, weights, means, along, per_sums, tokens, eps)
     modes = CleanModes(STEP, KEEP, INITIAL, CENTRED, DECAY, UNIT, ALONG, UNIT_OTHER)  # type: ignore[call-arg]
     # registers: 2 x 128 x 240 and 128 x 24 of the 384 x 168 that the kernel has
@@ -363,18 +366,20 @@ def fetch_dk(tensors, rings, tiles, heads, pointers, modes):
     K: gl.constexpr = ring.K
     item = 0
     for turn in range(tiles.turns()):
-        n, h, row, chunk_row, chunk = tiles.place(turn)
-        chunk_end = gl.minimum(chunk_row + tiles.S, tiles.T)
-        x_ring.put_two(2 * turn, x, n, row, h * K)
-        if modes.LAST or chunk_end < tiles.T:
+        n, h, row, chunk_row, length = tiles.place(turn)
+        chunk = tiles.chunk(n, chunk_row)
+        chunk_end = gl.minimum(chunk_row + tiles.S, length)
+        where = tiles.rows(n, length)
+        x_ring.put_two(2 * turn, x, where, row, h * K)
+        if modes.LAST or chunk_end < length:
             item = ring.put_state(item, states, (chunk * H + h) * K)
         for g in range(HQ // H):
             for late in range(row, gl.maximum(chunk_end, row + 65), 64):
-                ring.put(item, q, n, late, (h * (HQ // H) + g) * K)
-                ring.put(item + 1, w, n, late, (h * (HQ // H) + g) * K)
+                ring.put(item, q, where, late, (h * (HQ // H) + g) * K)
+                ring.put(item + 1, w, where, late, (h * (HQ // H) + g) * K)
                 item += 2
         if modes.BAR:
-            ring.put_two(item, bar, n, row, h * K)
+            ring.put_two(item, bar, where, row, h * K)
             item += 2
 
 
@@ -435,7 +440,7 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
     out = tensors[5]
     x_ring, ring = rings
     HQ, H = heads
-    k_rnorm, lift_q, lift_w, pulls, last_sum, through, per_pulls, tokens = pointers
+    k_rnorm, lift_q, lift_w, pulls, last_sum, through, per_sums, tokens = pointers
     K: gl.constexpr = ring.K
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -445,11 +450,11 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
 
     item = 0
     for turn in range(tiles.turns()):
-        n, h, row, chunk_row, _ = tiles.place(turn)
-        chunk_end = gl.minimum(chunk_row + tiles.S, tiles.T)
+        n, h, row, chunk_row, length = tiles.place(turn)
+        chunk_end = gl.minimum(chunk_row + tiles.S, length)
         begin = row + W * 64
         blocks = 0
-        later = modes.LAST or chunk_end < tiles.T
+        later = modes.LAST or chunk_end < length
         if later:
             blocks = K // 64
         x = x_ring.get(2 * turn + W)
@@ -458,29 +463,29 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
         fade = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, wide))  # of a key until the end of its chunk
         decays, then_square, own_end, of_key = through, 0.0, 0.0, 0.0
         if modes.DECAY:
-            decays = through + h.to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
-            then = gl.load(decays + rows, mask=rows < tiles.T, other=0.0)
+            decays = through + h.to(gl.int64) * tokens + tiles.first_token(n)
+            then = gl.load(decays + rows, mask=rows < length, other=0.0)
             fade = exp(gl.minimum(gl.load(decays + (chunk_end - 1)) - then, 0.0))
             acc = acc * fade[:, None]
             then_square = gl.convert_layout(then, gl.SliceLayout(1, square))
-            own_end = gl.load(decays + gl.minimum(begin + 63, tiles.T - 1))
+            own_end = gl.load(decays + gl.minimum(begin + 63, length - 1))
             of_key = exp(gl.minimum(own_end - then_square, 0.0))
         for g in range(G):
             if W == 1:
                 ring.skip(item)
                 ring.skip(item + 1)
                 item += 2
-            at = (h * G + g).to(gl.int64) * tokens + n.to(gl.int64) * tiles.T
+            at = (h * G + g).to(gl.int64) * tokens + tiles.first_token(n)
             lifts = (lift_q + at, lift_w + at)
             fades = (then_square, own_end, of_key)
-            acc = read_queries(acc, x, ring, item, lifts, decays, begin, tiles.T, fades, modes, True)
+            acc = read_queries(acc, x, ring, item, lifts, decays, begin, length, fades, modes, True)
             item += 2
             for late in range(begin + 64, gl.maximum(chunk_end, row + 65), 64):
-                acc = read_queries(acc, x, ring, item, lifts, decays, late, tiles.T, fades, modes, False)
+                acc = read_queries(acc, x, ring, item, lifts, decays, late, length, fades, modes, False)
                 item += 2
 
         if modes.CENTRED or (modes.DECAY and modes.LAST):
-            at = ((n.to(gl.int64) * per_pulls + (chunk_end + modes.PULL - 1) // modes.PULL - 1) * HQ + h * G) * K
+            at = ((tiles.first_sum(n, per_sums) + (chunk_end + modes.PULL - 1) // modes.PULL - 1) * HQ + h * G) * K
             acc += gl.load(pulls + at + cols, mask=(cols >= 0) & later, other=0.0)[None, :] * fade[:, None]
         elif modes.LAST:
             acc += gl.load(last_sum + (n.to(gl.int64) * H + h) * K + cols)[None, :]
@@ -496,12 +501,12 @@ def read_dk(tensors, rings, tiles, heads, pointers, modes, W: gl.constexpr):
                 ring.skip(item)
                 item += 1
         if modes.UNIT:
-            r = gl.load(k_rnorm + (n.to(gl.int64) * tiles.T + rows) * H + h, mask=rows < tiles.T, other=0.0)
+            r = gl.load(k_rnorm + (tiles.first_token(n) + rows) * H + h, mask=rows < length, other=0.0)
             along = gl.sum(x.load(wide).to(gl.float32) * acc, 1)
             fence_async_shared()
             acc = r[:, None] * (acc - x.load(wide).to(gl.float32) * along[:, None])
         x.store(acc.to(gl.bfloat16))
-        x_ring.store(2 * turn + W, out, n, begin, h * K)
+        x_ring.store(2 * turn + W, out, tiles.rows(n, length), begin, h * K)
 
 
 @gluon.jit
@@ -514,20 +519,21 @@ def read_dk_second(tensors, rings, tiles, heads, pointers, modes):
     read_dk(tensors, rings, tiles, heads, pointers, modes, 1)
 
 
-@gluon.jit(do_not_specialize=["T", "tokens", "HQ", "H", "per_tiles", "per_chunks", "per_pulls", "tiles"])
+@gluon.jit(do_not_specialize=VARYING)
 def dk_hopper_kernel(
     x, q, w, states, bar, out, k_rnorm, lift_q, lift_w, pulls, last_sum, through,
-    T, tokens, HQ, H, per_tiles, per_chunks, per_pulls, tiles,
+    N, cu, tile_offsets, chunk_offsets, sum_offsets, T, tokens, HQ, H, per_tiles, per_chunks, per_sums, tiles,
     K: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
     UNIT: gl.constexpr, BAR: gl.constexpr, LAST: gl.constexpr, CENTRED: gl.constexpr, DECAY: gl.constexpr,
     PULL: gl.constexpr,
 ):  # fmt: skip
     """dk: as reads.dk_kernel."""
     tensors = (x, q, w, states, bar, out)
-    rings = (Ring.create(ROWS, K, 1, x.layout), Ring.create(STAGES, K, 2, x.layout))
+    rings = (Ring.create(ROWS, K, 1, x), Ring.create(STAGES, K, 2, x))
     fence_async_shared()
-    place = Tiles(T, H, per_tiles, per_chunks, tiles, S)  # type: ignore[call-arg]
-    pointers = (k_rnorm, lift_q, lift_w, pulls, last_sum, through, per_pulls, tokens)
+    tables = (N, cu, tile_offsets, chunk_offsets, sum_offsets)
+    place = Tiles.create(T, H, per_tiles, per_chunks, tiles, tables, S)
+    pointers = (k_rnorm, lift_q, lift_w, pulls, last_sum, through, per_sums, tokens)
     modes = KeyModes(UNIT, BAR, LAST, CENTRED, DECAY, PULL)  # type: ignore[call-arg]
     gl.warp_specialize(
         [
@@ -540,27 +546,19 @@ def dk_hopper_kernel(
     )
 
 
-def rows_of(x: Tensor) -> TensorDescriptor:
-    """[N, T, H, K], to be moved 64 tokens of a head at a time."""
-    if x.storage_offset() * x.element_size() % 16:  # TMA takes no such address
-        x = x.clone()
-    n, length, heads, size = x.shape
-    shape, strides = [n, length, heads * size], [length * heads * size, heads * size, 1]
-    return TensorDescriptor(x, shape, strides, [1, 64, size], BLOCK)
-
-
 def clean(
     grid: Grid, x: Tensor, keys: Keys, lam: Tensor | None, step: int, decay: Decay, states: Tensor, out: Tensor,
     means: Tensor, beside: Rows, centred: bool, unit: bool,
 ) -> None:  # fmt: skip
     """See launch.read_tiles."""
-    rows, made = rows_of(x), rows_of(out)
+    packed = grid.cu is not None
+    rows, made = rows_of(x, packed), rows_of(out, packed)
     clean_hopper_kernel[(grid.programs(grid.query_heads),)](
-        rows, rows_of(keys.stat), rows_of(states.view(1, -1, 1, grid.size)),
-        rows if beside.other is None else rows_of(beside.other), made,
-        made if beside.kept is None else rows_of(beside.kept), lam, keys.sums, grid.count, *decay, means, beside.along,
-        grid.length, grid.tokens, grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, grid.per_sums,
-        grid.tiles, EPS,
+        rows, rows_of(keys.stat, packed), states_of(states, packed),
+        rows if beside.other is None else rows_of(beside.other, packed), made,
+        made if beside.kept is None else rows_of(beside.kept, packed), lam, keys.sums, grid.count, *decay, means,
+        beside.along, grid.sequences if packed else None, grid.cu, *grid.tables, grid.length, grid.tokens,
+        grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, grid.per_sums, grid.tiles, EPS,
         K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
         STEP=step, KEEP=beside.kept is not None, INITIAL=grid.count is not None, CENTRED=centred,
         DECAY=decay.through is not None, UNIT=unit, ALONG=beside.other is not None, UNIT_OTHER=beside.unit_other,
@@ -573,12 +571,14 @@ def dk(
     decay: Decay, states: Tensor, last_sum: Tensor | None, out: Tensor, centred: bool,
 ) -> None:  # fmt: skip
     """See launch.dk_tiles."""
-    rows = rows_of(k)
+    packed = grid.cu is not None
+    rows = rows_of(k, packed)
     dk_hopper_kernel[(grid.programs(grid.key_heads),)](
-        rows, rows_of(q), rows_of(adjoint.weighted), rows_of(states.view(1, -1, 1, grid.size)),
-        rows if dk_bar is None else rows_of(dk_bar), rows_of(out), k_rnorm, adjoint.lift_q, adjoint.lift_w,
-        adjoint.pulls, last_sum, decay.through, grid.length, grid.tokens, grid.query_heads, grid.key_heads,
-        grid.per_tiles, grid.per_chunks, pull_grid.per_sums, grid.tiles,
+        rows, rows_of(q, packed), rows_of(adjoint.weighted, packed), states_of(states, packed),
+        rows if dk_bar is None else rows_of(dk_bar, packed), rows_of(out, packed), k_rnorm, adjoint.lift_q,
+        adjoint.lift_w, adjoint.pulls, last_sum, decay.through,
+        grid.sequences if packed else None, grid.cu, *grid.tables[:2], pull_grid.sum_offsets, grid.length, grid.tokens,
+        grid.query_heads, grid.key_heads, grid.per_tiles, grid.per_chunks, pull_grid.per_sums, grid.tiles,
         K=grid.size, S=grid.config.S, STAGES=grid.config.stages, ROWS=ROWS,
         UNIT=k_rnorm is not None, BAR=dk_bar is not None, LAST=last_sum is not None, CENTRED=centred,
         DECAY=decay.through is not None, PULL=pull_grid.config.BN, num_warps=4, maxnreg=168,
