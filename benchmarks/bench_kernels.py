@@ -36,14 +36,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ccq.bench import tables as layers
 from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, newest, noted, timed, times
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, newest, noted, quoted, timed, times
 from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step
 from ccq.report.collect import Collection
-from ccq.report.table import NOT_RUN, Block, Cell, Row, Table, marks, row_kind
+from ccq.report.paper import load
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, marks, row_kind
 from ccq.systems import SYSTEMS
 
+VARIANTS = ("fla", "unit", "composed", "ours", "projected")
+WITH_CCQ = ("composed", "ours", "projected")
+ALONE = {"gla": "unit", "gdn": "fla"}  # with unit q and k; fla's Gated DeltaNet has them
+LAYER_PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
+SHAPE = {"hidden": 2048, "heads": 6, "key": 256, "value": 512}  # the paper's
 RECURRENCES: dict[str, Callable] = {}
 PASSES = ("forward", "forward and backward")
 CHUNK = 64  # of the FLOP count: the least that a product's tile allows
@@ -99,7 +104,7 @@ def make_layer(backbone: str, variant: str, hidden: int, heads: int, key: int, v
         layer = gdn.GatedDeltaNet(hidden_size=hidden, head_dim=key, num_heads=heads, expand_v=value / key)
     layer = layer.cuda().bfloat16()
     recurrence = RECURRENCES.setdefault(name, getattr(module, name))  # fla's own, whatever an earlier layer put there
-    linear = nn.Linear(heads * key, heads, device="cuda") if variant in layers.WITH_CCQ else None  # fp32
+    linear = nn.Linear(heads * key, heads, device="cuda") if variant in WITH_CCQ else None  # fp32
     layer.add_module("ccq_gate", linear)
 
     def read(q: Tensor, k: Tensor, **rest):
@@ -147,7 +152,7 @@ def measured_layers(args, shape: dict[str, int]) -> Iterator[dict]:
             if (backbone, variant) == ("gdn", "unit"):
                 continue  # fla's Gated DeltaNet is that
             layer = make_layer(backbone, variant, **shape)
-            for name, length in layers.PASSES:
+            for name, length in LAYER_PASSES:
                 call = calls_of_layer(layer, length, shape["hidden"], name != "forward")
                 yield {
                     "backbone": backbone, "variant": variant, "B": 1, "T": length, "dtype": "bfloat16", "pass": name,
@@ -157,17 +162,55 @@ def measured_layers(args, shape: dict[str, int]) -> Iterator[dict]:
 
 
 def bench_layer(argv: Sequence[str]) -> None:
-    options = {"backbones": ",".join(BACKBONES), "variants": ",".join(layers.VARIANTS), "note": NOTE}
-    sizes = {name: (size, "default: %(default)s, the paper's") for name, size in layers.SHAPE.items()}
+    options = {"backbones": ",".join(BACKBONES), "variants": ",".join(VARIANTS), "note": NOTE}
+    sizes = {name: (size, "default: %(default)s, the paper's") for name, size in SHAPE.items()}
     args = make_parser("layer", "Layers of fla, alone and with CCQ.", **options, **sizes).parse_args(argv)
 
     def control(row: dict) -> dict:
-        alone = layers.ALONE[row["backbone"]] if row["variant"] != "fla" else "fla"
+        alone = ALONE[row["backbone"]] if row["variant"] != "fla" else "fla"
         return {"backbone": row["backbone"], "variant": alone, "T": row["T"], "pass": row["pass"]}
 
-    shape = {name: getattr(args, name) for name in layers.SHAPE}
+    shape = {name: getattr(args, name) for name in SHAPE}
     title = "a layer, beside the backbone with unit q and k"
     run(args, title, measured_layers(args, shape), control, shape=shape)
+
+
+def heading(name: str, length: int) -> str:
+    return f"{name}, {length // 1024}K"
+
+
+def layer_tables(found: Collection) -> list[Table]:
+    """The paper's per-layer table, with what was measured here beside it."""
+    sources = [source for source in found.of("bench", "layer") if source.content["shape"] == SHAPE]
+    rows = []
+    for backbone, variant in ((b, v) for b in BACKBONES for v in VARIANTS if (b, v) != ("gdn", "unit")):
+        if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
+            continue  # not in the paper, and not run
+        name = LAYERS.get((backbone, variant), LAYERS[backbone, "ours"])
+        alone, ratio = {"variant": ALONE[backbone]}, times if variant in WITH_CCQ else None
+        milliseconds = changed("graph_ms", ".2f", ratio=ratio)
+        gigabytes = changed("peak_bytes", ".2f", 2**-30, " GiB", ratio)
+        line = []
+        for column, length in LAYER_PASSES:
+            at = {"backbone": backbone, "variant": variant, "T": length, "pass": column}
+            known = variant in ("fla", "unit", "ours")
+            told = quoted("layer", name, heading(column, length), BACKBONES[backbone]) if known else NOT_IN_PAPER
+            line += [told, beside(sources, milliseconds, alone, **at)]
+        line.append(beside(sources, gigabytes, alone, **at | {"pass": LAYER_PASSES[0][0], "T": LAYER_PASSES[0][1]}))
+        composed = variant == "composed"
+        label = SYSTEMS[name].label + (", composed from fla" if composed else "")
+        rows.append(Row(Cell(label), line, "" if composed else row_kind(name)))
+    notes = []
+    if sources:
+        notes.append(
+            f"Here: CUDA-graph time of one GPU, the median; in brackets over the backbone with unit q and k"
+            f"{noted(sources)}. {marks(sources)} The paper's is wall clock on one H200, its ratios over GLA without "
+            "unit q and k."
+        )
+        notes.append(RANGE)
+    paper = load().tables["layer"]
+    head = ["one layer, ms", *(part for c in paper.columns for part in (f"{c.heading}, paper", "here")), "peak memory"]
+    return [Table("layer", f"{paper.title} ({paper.label})", head, [Block("", rows)], notes)]
 
 
 def floor_seconds(tokens: int, size: int, backward: bool, ceilings: dict[str, float]) -> float:
@@ -263,7 +306,7 @@ def op_tables(found: Collection) -> list[Table]:
     return [Table("op", "Cleaning alone, microseconds (not in the paper)", head, [Block("", rows)], notes)]
 
 
-VARIANTS = ("fla", "unit", "ours", "projected")
+STEPS = ("fla", "unit", "ours", "projected")
 CACHE = 60 * 2**20  # bytes of an H200's L2
 
 
@@ -344,7 +387,7 @@ def steps(args) -> Iterator[dict]:
 def bench_decode_op(argv: Sequence[str]) -> None:
     args = make_parser(
         "decode-op", "One token of a layer's state, with and without cleaning.", backbones=",".join(BACKBONES),
-        variants=",".join(VARIANTS), batches="1,8,32,128", heads=6, key_size=256, value_size=512,
+        variants=",".join(STEPS), batches="1,8,32,128", heads=6, key_size=256, value_size=512,
     ).parse_args(argv)  # fmt: skip
     title = "one token of a layer, beside the backbone with unit q and k"
     run(

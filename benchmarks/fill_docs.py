@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench_kernels import decode_op_tables, op_tables
+from bench_kernels import decode_op_tables, layer_tables, op_tables
 
 from ccq.bench.tables import timed
 from ccq.errors import UserError
@@ -37,7 +37,7 @@ GOALS = {"operator-cpu": "The operator on a CPU", "data-prepare": "`ccq data pre
 
 def page_of(paths: Sequence[Path]) -> Page:
     """The report with what only the scripts beside this one measure."""
-    return build(collect(paths), op_tables, decode_op_tables, goals_tables)
+    return build(collect(paths), layer_tables, op_tables, decode_op_tables, goals_tables)
 
 
 def goals_tables(found: Collection) -> list[Table]:

@@ -1,5 +1,4 @@
-"""What the report's tables of benchmarks share, what CCQ costs, and the table of layers. Those of whole models are
-`tables` in their modules."""
+"""What the report's tables of benchmarks share, and what CCQ costs. Each benchmark's own is `tables` in its module."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 from ccq.bench.results import FLA
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Block, Cell, Row, Table, change, marks, row_kind
+from ccq.report.table import NOT_IN_PAPER, NOT_RUN, Cell, change
 from ccq.systems import SYSTEMS
 
 RANGE = "Small print in a cell: the range that was measured."
@@ -27,12 +26,6 @@ LAYERS: dict[tuple[str, str], str] = {
         "projected": f"{family}-projected-decay",
     }.items()
 }
-# of a layer, as benchmarks/bench_kernels.py measures them
-VARIANTS = ("fla", "unit", "composed", "ours", "projected")
-WITH_CCQ = ("composed", "ours", "projected")
-ALONE = {"gla": "unit", "gdn": "fla"}  # with unit q and k; fla's Gated DeltaNet has them
-PASSES = (("forward and backward", 4096), ("forward", 4096), ("forward", 8192))
-SHAPE = {"hidden": 2048, "heads": 6, "key": 256, "value": 512}  # the paper's
 BATCH = 8  # of the paper's inference
 
 
@@ -181,41 +174,3 @@ MEASURES = {
     "prefill": Measure("prefill", "inference", "4K prefill, ms", "prefill, 4K", "wall_ms", "wall_ms"),
     "decode": Measure("decode", "inference", "decode, tokens/s", "decode", "generate_tok_s"),
 }
-
-
-def heading(name: str, length: int) -> str:
-    return f"{name}, {length // 1024}K"
-
-
-def tables(found: Collection) -> list[Table]:
-    """The paper's per-layer table, with what was measured here beside it."""
-    sources = [source for source in found.of("bench", "layer") if source.content["shape"] == SHAPE]
-    rows = []
-    for backbone, variant in ((b, v) for b in BACKBONES for v in VARIANTS if (b, v) != ("gdn", "unit")):
-        if variant == "projected" and find(sources, backbone=backbone, variant=variant) is None:
-            continue  # not in the paper, and not run
-        name = LAYERS.get((backbone, variant), LAYERS[backbone, "ours"])
-        alone, ratio = {"variant": ALONE[backbone]}, times if variant in WITH_CCQ else None
-        milliseconds = changed("graph_ms", ".2f", ratio=ratio)
-        gigabytes = changed("peak_bytes", ".2f", 2**-30, " GiB", ratio)
-        line = []
-        for column, length in PASSES:
-            at = {"backbone": backbone, "variant": variant, "T": length, "pass": column}
-            known = variant in ("fla", "unit", "ours")
-            told = quoted("layer", name, heading(column, length), BACKBONES[backbone]) if known else NOT_IN_PAPER
-            line += [told, beside(sources, milliseconds, alone, **at)]
-        line.append(beside(sources, gigabytes, alone, **at | {"pass": PASSES[0][0], "T": PASSES[0][1]}))
-        composed = variant == "composed"
-        label = SYSTEMS[name].label + (", composed from fla" if composed else "")
-        rows.append(Row(Cell(label), line, "" if composed else row_kind(name)))
-    notes = []
-    if sources:
-        notes.append(
-            f"Here: CUDA-graph time of one GPU, the median; in brackets over the backbone with unit q and k"
-            f"{noted(sources)}. {marks(sources)} The paper's is wall clock on one H200, its ratios over GLA without "
-            "unit q and k."
-        )
-        notes.append(RANGE)
-    paper = load().tables["layer"]
-    head = ["one layer, ms", *(part for c in paper.columns for part in (f"{c.heading}, paper", "here")), "peak memory"]
-    return [Table("layer", f"{paper.title} ({paper.label})", head, [Block("", rows)], notes)]

@@ -28,7 +28,7 @@ from ccq.train import sweep_tables
 
 # what has `tables` of its own, beside the code whose results they show
 OWNERS = (*(f"analysis.{name}" for name in ("alignment", "margin", "intervene")),
-          *(f"bench.{name}" for name in ("tables", "train", "inference")))  # fmt: skip
+          *(f"bench.{name}" for name in ("train", "inference")))  # fmt: skip
 Tables = Callable[[Collection], list[Table]]
 SIGNS = {HOLDS: "✓", FAILS: "✗", FEW: "…", claims.UNTESTABLE: "–", NOT_RUN: "·"}  # beside the colour of a verdict
 

@@ -52,6 +52,22 @@ def test_a_result_that_changes_is_noticed(tmp_path):
         before = after
 
 
+def test_layers_are_set_against_the_backbone_with_unit_queries(page):
+    layer = {(r["backbone"], r["variant"]): r["graph_ms"]["median"] for r in rows_in("layer_h200")
+             if (r["pass"], r["T"]) == ("forward and backward", 4096)}  # fmt: skip
+    (cell,) = [row.cells[1].text for block in page.tables["layer"].blocks for row in block.rows
+               if row.label.text == "CCQ-GLA"]  # fmt: skip
+    assert cell == f"{layer['gla', 'ours']:.2f} ({layer['gla', 'ours'] / layer['gla', 'unit']:.2f}×)"
+
+
+def test_layers_of_another_shape_have_no_place_in_the_papers_table(tmp_path):
+    content = json.loads((BENCHMARKS / "layer_h200.json").read_text())
+    (tmp_path / "layer.json").write_text(json.dumps(content | {"shape": content["shape"] | {"heads": 16}}))
+    head = docs.page_of([tmp_path]).tables["layer"].head
+    assert "here" not in head
+    assert "here" in docs.page_of([BENCHMARKS / "layer_h200.json"]).tables["layer"].head
+
+
 def test_the_command_fills_what_is_marked_and_leaves_the_rest(tmp_path, monkeypatch, page):
     monkeypatch.setattr(docs, "page_of", lambda paths: page)
     file = tmp_path / "page.md"

@@ -4,12 +4,14 @@ import re
 
 import pytest
 from made_results import rows_in
+from scripts import script
 
 from ccq.bench import tables as benches
 from ccq.report.paper import leader, load, numbers_of
 from ccq.systems import SYSTEMS
 
 TABLES = load().tables
+kernels = script("benchmarks/bench_kernels.py")
 MEAN_ERROR = 0.0101  # a mean of cells rounded to 0.01, itself rounded
 
 
@@ -71,7 +73,7 @@ def test_benchmarks_quote_the_same_numbers():
             assert next(iter(numbers_of("inference", row["system"])[at:]), None) == row[key]
     for row in rows_in("layer_h200"):
         system = benches.LAYERS.get((row["backbone"], row["variant"]), "")
-        assert TABLES["layer"].value("1.3b", system, benches.heading(row["pass"], row["T"])) == row["paper_ms"]
+        assert TABLES["layer"].value("1.3b", system, kernels.heading(row["pass"], row["T"])) == row["paper_ms"]
     for row in rows_in("train_h200"):
         assert row["paper"] in (None, numbers_of("training", row["system"]))
 
