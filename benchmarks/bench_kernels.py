@@ -237,8 +237,18 @@ FUNCTIONS: dict[str, Callable] = {
 }  # fmt: skip
 
 
-def calls(name: str, batch: int, length: int, heads: int, size: int) -> tuple[Callable, Callable]:
-    """Forward, and forward with backward, of one of FUNCTIONS on fixed inputs."""
+def borders(length: int, document: int) -> Tensor:
+    """Of documents of half to one and a half times `document` tokens, packed into `length`."""
+    generator = torch.Generator().manual_seed(0)
+    ends, end = [0], 0
+    while end < length:
+        end = min(length, end + int(torch.randint(document // 2, 3 * document // 2, (), generator=generator)))
+        ends.append(end)
+    return torch.tensor(ends, device="cuda")
+
+
+def calls(name: str, batch: int, length: int, heads: int, size: int, document: int = 0) -> tuple[Callable, Callable]:
+    """Forward, and forward with backward, of one of FUNCTIONS on fixed inputs; of packed documents, if given."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, length, heads, size)
     q, k, g, h = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
@@ -249,6 +259,8 @@ def calls(name: str, batch: int, length: int, heads: int, size: int) -> tuple[Ca
     if name == "projected, decayed":  # the backbone's decay, which gets no gradient from here
         log_decay = torch.nn.functional.logsigmoid(torch.randn(shape[:-1], device="cuda", generator=generator) + 4)
         function = functools.partial(function, log_decay=log_decay)
+    if document:
+        function = functools.partial(function, cu_seqlens=borders(length, document))
     return both_passes(function, [x.requires_grad_() for x in (q, k, *lam)], [g, h])
 
 
@@ -256,20 +268,25 @@ def operators(args, ceilings: dict[str, float]) -> Iterator[dict]:
     for shape in args.shapes.split(","):
         batch, length = map(int, shape.split("x"))
         for name in FUNCTIONS if args.composed else list(FUNCTIONS)[:-1]:
-            for backward, call in enumerate(calls(name, batch, length, args.heads, args.key_size)):
+            how = (batch, length, args.heads, args.key_size, args.packed)
+            for backward, call in enumerate(calls(name, *how)):
                 floor = floor_seconds(batch * length * args.heads, args.key_size, bool(backward), ceilings)
                 yield {
                     "name": name, "pass": PASSES[backward], "B": batch, "T": length, "H": args.heads,
                     "K": args.key_size, "dtype": "bfloat16", "ms": graph_time(call, inner=3),
-                    "floor_ms": 1e3 * floor,
+                    "floor_ms": 1e3 * floor, **({"packed": args.packed} if args.packed else {}),
                 }  # fmt: skip
 
 
 def bench_op(argv: Sequence[str]) -> None:
     shapes = ("1x4096,8x4096,1x8192,1x65536", "BxT, ... (%(default)s)")
     also = (False, "also the one composed from fla's ops")
-    options = {"shapes": shapes, "heads": 6, "key_size": 256, "composed": also}
-    args = make_parser("op", "The operator alone, beside a lower bound.", **options).parse_args(argv)
+    packed = (0, "tokens of a document on average, packed into one row (default: not packed)")
+    options = {"shapes": shapes, "heads": 6, "key_size": 256, "composed": also, "packed": packed, "note": NOTE}
+    parser = make_parser("op", "The operator alone, beside a lower bound.", **options)
+    args = parser.parse_args(argv)
+    if args.packed and (args.composed or any(not shape.startswith("1x") for shape in args.shapes.split(","))):
+        parser.error("--packed: expected shapes of one row, as 1x32768, and no --composed")
     rates = measure_ceilings()
     title = f"milliseconds; floor at {rates['flop_per_s'] / 1e12:.0f} TFLOP/s, {rates['byte_per_s'] / 1e12:.2f} TB/s"
     run(args, title, operators(args, rates), timing="CUDA graph", ceilings=rates)
