@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from profile_step import CLASSES
+from profile_step import CLASSES, OWN
 
 from ccq.bench.results import row_of
 from ccq.bench.tables import label_of
@@ -28,8 +28,8 @@ FAMILIES = {"GLA": ("fla-gla", "gla-unit", "ccq-gla"),
 HIGHER, LOWER = 1, -1
 # what is measured: file, key, how it is written, and what is better
 MEASURES = {
-    "training, tokens/s": ("train_fla", "tokens_per_second", ",.0f", HIGHER),
-    "training, peak GiB": ("train_fla", "peak_gib", ".1f", LOWER),
+    "training, tokens/s": ("train_beside", "tokens_per_second", ",.0f", HIGHER),
+    "training, peak GiB": ("train_beside", "peak_gib", ".1f", LOWER),
     "prefill of 8 x 4K, ms": ("prefill_fla", "wall_ms", ".1f", LOWER),
     "`generate`, batch 8, tokens/s": ("decode_fla", "generate_tok_s", ",.0f", HIGHER),
 }
@@ -37,7 +37,13 @@ COLOURS = dict(zip(CLASSES, (GREY, BLUE, RED, ORANGE, GREEN, PURPLE, BROWN, SKY)
 
 
 def rows(name: str) -> list[dict]:
-    return json.loads((COST / f"{name}_h200.json").read_text())["rows"]
+    found = json.loads((COST / f"{name}_h200.json").read_text())["rows"]
+    for row in found:
+        for kernel in row.get("kernels", ()):  # the covariance of a decode step was counted as recurrence at first
+            kind = OWN.get(kernel["name"], kernel["class"])
+            row["ms"][kernel["class"]] -= kernel["ms"]
+            row["ms"][kind] += kernel["ms"]
+    return found
 
 
 def value(bench: str, key: str, **like) -> float:

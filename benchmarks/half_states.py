@@ -17,7 +17,7 @@ import torch
 
 from ccq import shipped
 from ccq.files import write_json
-from ccq.model import CCQForCausalLM
+from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.provenance import cpu, provenance
 
 PIECES, LENGTH, PARTS = 4, 2048, 4
@@ -57,13 +57,13 @@ def errors() -> list[dict]:
 
 
 def times() -> list[dict]:
-    from ccq.bench.models import random_model
     from ccq.bench.results import graph_time, tokens
 
     rows = []
     for system in ("ccq-gla", "ccq-gated-deltanet"):
         for kind in STATES:
-            model = random_model(system, "1.3b", state_dtype=kind)
+            with torch.device("cuda"):
+                model = CCQForCausalLM(CCQConfig.preset(f"{system}-1.3b", state_dtype=kind)).bfloat16().eval()
             prompt = tokens(model, 8, 512)
             with torch.no_grad():
                 cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
