@@ -26,7 +26,7 @@ from ccq.systems import OFF, UNCHANGED, Identity
 NOT_HASHED = ("transformers_version", "auto_map", "identity", "recall", "logits_with_loss")
 # options that came after 0.1: at these values a model is what it was, and so is its hash
 AS_BEFORE = [
-    ("step", "scaled"), ("steps", 1), ("covariance_decay", "none"),
+    ("step", "scaled"), ("steps", 1), ("covariance_decay", "none"), ("state_dtype", "float32"),
     ("direction", "covariance"), ("learned_scale", False), ("cg_steps", 30), ("rotary", False),
 ]  # fmt: skip
 
