@@ -35,6 +35,7 @@ PACKAGES = {
     "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
     "fla-core": ("fla-core",),
     "flash-linear-attention": ("flash-linear-attention",),
+    "flash-qla": ("flash-qla",),
     "transformers": ("transformers",),
 }
 OURS = r"CCQ_|(TRITON_INTERPRET|CUDA_VISIBLE_DEVICES)$"  # variables of the environment
@@ -216,7 +217,7 @@ def choices(env: Environment) -> list[dict[str, Any]]:
     for operation, implementations in OPS.items():
         for device in ("cpu", "cuda") if env.gpus else ("cpu",):
             for dtype in DTYPES:
-                call = Call(torch.device(device), dtype, size=128, length=4096, rows=1, unwatched=True)
+                call = Call(torch.device(device), dtype, size=128, length=4096, delta=True, rows=1, unwatched=True)
                 name, why_not = explain(operation, call)
                 (what,) = (x.what for x in implementations if x.name == name)
                 rows.append({"operation": operation, "device": device, "dtype": str(dtype).removeprefix("torch."),

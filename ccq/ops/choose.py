@@ -28,7 +28,8 @@ LARGEST_KEY = 256  # what the Triton kernels hold of a key
 ROWS = 16  # of x, up to which our kernels stand for Linears: those of a tensor core's tile. With more a GEMM has work
 PLAIN: frozenset[str] = frozenset()  # operations that go without kernels wherever they run: to look for one that errs
 # looked for once, and not inside what a compiler traces
-TRITON, FLA, VARLEN = (importlib.util.find_spec(x) is not None for x in ("triton", "fla", "torch.nn.attention.varlen"))
+WANTED = ("triton", "fla", "flash_qla", "torch.nn.attention.varlen")
+TRITON, FLA, QLA, VARLEN = (importlib.util.find_spec(x) is not None for x in WANTED)
 
 
 class BackendUnavailableError(UserError, RuntimeError):
@@ -166,6 +167,15 @@ def fla_refuses(call: Call) -> str | None:
     return None
 
 
+def qla_refuses(call: Call) -> str | None:
+    """As fla decides, which calls it."""
+    if not QLA or os.environ.get("FLA_FLASH_QLA") == "0":
+        return "flash-qla is not installed (pip install 'ccq[qla]'), or FLA_FLASH_QLA=0 turns it off"
+    if not call.delta or call.size != 128 or call.dtype not in (torch.bfloat16, torch.float16):
+        return "it takes the gated delta rule with heads of 128 channels, in bfloat16 and float16"
+    return fla_refuses(call) or (None if arch(call.device).overlaps else "it needs Hopper or Blackwell")
+
+
 def mesa_refuses(call: Call) -> str | None:
     if call.size > 128 or call.dtype not in (torch.bfloat16, torch.float16):
         return "they take bfloat16 and float16, and heads of up to 128 channels"
@@ -224,6 +234,7 @@ REFERENCE = Implementation("reference", "the token loop, the definition; slow", 
 CHUNK = Implementation("chunk", "chunkwise PyTorch, any device", backends=("chunk",))
 KERNELS = Implementation("triton", "fused kernels", triton_refuses)
 HOPPER = Implementation("hopper", "fused kernels, the reads in Gluon; dk of a learned decay in Triton", hopper_refuses)
+FLASH_QLA = Implementation("flash-qla", "Qwen's kernels, through fla, where values have 128 channels too", qla_refuses)
 LAYERS = Implementation("fla", "fla's fused kernels", fla_layers_refuse)
 PASSES = Implementation("passes", "one pass over memory each way", passes_refuse)
 FEW_ROWS = Implementation("triton", "one launch for the few rows of a decode step", few_rows_refuse)
@@ -234,7 +245,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "sigma_q": (REFERENCE, CHUNK, KERNELS),
     "clean_query_step": (Implementation("torch", "plain PyTorch", backends=NAMES),),
     "gate": (TORCH, KERNELS),
-    "recurrence": (CHUNK, Implementation("fla", "fla's chunkwise kernels", fla_refuses)),
+    "recurrence": (CHUNK, Implementation("fla", "fla's chunkwise kernels", fla_refuses), FLASH_QLA),
     "mesa": (TORCH, Implementation("fla", "fla's chunkwise kernels, from 20 steps on", mesa_refuses)),
     "decode_step": (TORCH, KERNELS),
     "packed_attention": (TORCH, Implementation("flash", "flash attention", flash_refuses)),

@@ -97,9 +97,10 @@ def test_every_operation_runs_everywhere(gpu, op):
             assert device != CPU or name in ("chunk", "torch")
 
 
-def test_a_hopper_gpu_runs_the_fastest_of_everything(gpu):
+def test_a_hopper_gpu_runs_the_fastest_of_everything(gpu, monkeypatch):
     gpu(9, 0)
-    fastest = {op: explain(op, call(size=128))[0] for op in OPS}
+    monkeypatch.setattr(choose, "QLA", True)
+    fastest = {op: explain(op, call(size=128, delta=True))[0] for op in OPS}
     assert fastest == {op: implementations[-1].name for op, implementations in OPS.items()}
 
 
@@ -163,6 +164,23 @@ def test_fla_takes_what_it_can_hold(gpu, changed, why):
     name, why_not = explain("recurrence", call(**changed))
     assert name == ("fla" if why is None else "chunk")
     assert why is None or why in why_not["fla"]
+
+
+def test_flash_qla_is_named_where_fla_takes_it(gpu, monkeypatch):
+    """The conditions are those of fla's own backend, but for the size of values, which a call does not say."""
+    gpu(9, 0)
+    given = {"size": 128, "delta": True}
+    assert "pip install 'ccq[qla]'" in explain("recurrence", call(**given))[1]["flash-qla"]
+    monkeypatch.setattr(choose, "QLA", True)
+    assert explain("recurrence", call(**given))[0] == "flash-qla"
+    for changed, why in (({"size": 256}, "128"), ({"delta": False}, "delta"), ({"dtype": torch.float32}, "bfloat16")):
+        name, why_not = explain("recurrence", call(**given | changed))
+        assert (name, why in why_not["flash-qla"]) == ("fla", True)
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    assert "FLA_FLASH_QLA=0" in explain("recurrence", call(**given))[1]["flash-qla"]
+    monkeypatch.delenv("FLA_FLASH_QLA")
+    gpu(8, 0)
+    assert "Hopper" in explain("recurrence", call(**given))[1]["flash-qla"]
 
 
 def test_fla_that_is_not_installed_is_not_run(gpu, monkeypatch):

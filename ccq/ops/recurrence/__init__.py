@@ -63,7 +63,7 @@ def recurrence(
         state = chunk.memory(initial_state, cu_seqlens, q, *v.shape[2:]) if output_final_state else None
         return v * 1, state  # no tokens: empty, but a function of v for autograd
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
-    if choose("recurrence", Call.of(q, delta=beta is not None), backend) == "fla":
+    if choose("recurrence", Call.of(q, delta=beta is not None), backend) != "chunk":
         from ccq.ops.recurrence import fla  # torch.compiler.disable loads half of the compiler
 
         return fla.run(*arguments)
