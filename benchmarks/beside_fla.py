@@ -102,15 +102,21 @@ def states() -> str:
 
 
 def profile() -> str:
-    """Milliseconds by class of kernel."""
-    lines = [
-        [f"{label_of(row['system'])}: {row['part']}", f"{row['wall_ms']:.{digits}f}", f"{row['launches']:,.0f}",
-         *(f"{row['ms'][kind]:.{digits}f}" for kind in CLASSES)]
-        for part, digits in (("train", 1), ("prefill", 1), ("decode", 2))
-        for row in rows("profile_1b")
-        if row["part"] == part
-    ]  # fmt: skip
-    return table(["1.3B, 8 x 4K tokens, ms", "wall clock", "launches", *CLASSES], lines)
+    """Milliseconds by class of kernel: a table for each kind of step."""
+    made = []
+    for part, name, digits in (
+        ("train", "a training step", 1),
+        ("prefill", "a prefill", 1),
+        ("decode", "a decode step", 2),
+    ):
+        shown = [row for row in rows("profile_1b") if row["part"] == part]
+        lines = [["by wall clock", *(f"{row['wall_ms']:.{digits}f}" for row in shown)]]
+        for kind in CLASSES:
+            if any(row["ms"][kind] for row in shown):
+                lines.append([kind, *(f"{row['ms'][kind]:.{digits}f}" for row in shown)])
+        lines.append(["launches", *(f"{row['launches']:,.0f}" for row in shown)])
+        made.append(table([f"{name}, ms", *(label_of(row["system"]) for row in shown)], lines))
+    return "\n\n".join(made)
 
 
 def figure() -> Figure:
