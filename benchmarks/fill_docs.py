@@ -61,7 +61,7 @@ def goals_tables(found: Collection) -> list[Table]:
 
 def known() -> list[str]:
     """What can be asked for: the page has most of its tables only where there are results for them."""
-    template = environment().loader.get_source(environment(), "page.j2")[0]  # type: ignore[union-attr]
+    template = environment().loader.get_source(environment(), "page.j2")[0]
     return list(dict.fromkeys((WHOLE, *re.findall(r"""tables(?:\.|\[")([\w-]+)""", template))))
 
 

@@ -134,10 +134,10 @@ def show(rows: list[tuple[str, Info]], length: int, batch: int) -> None:
         shown.append((name, config.num_hidden_layers, config.hidden_size, *counts, *memory))
     tables.show(columns, shown, width=150)
     print(
-        f"State: of one sequence of {length:,} tokens, recurrent and covariance fp32, the rest bf16. Memory to train: "
-        f"{batch} x {length:,} tokens on one GPU,\nfp32 weights, gradients and AdamW moments, and weights in bf16 "
-        f"({WEIGHT_BYTES + OPTIMIZER_BYTES} bytes a parameter), bf16 activations without checkpointing:\n"
-        "an estimate, up to an eighth below what was measured."
+        f"State: of one sequence of {length:,} tokens; covariance fp32, recurrent state as `state_dtype` says, else "
+        f"bf16. Memory to train: {batch} x {length:,} tokens on one GPU,\nfp32 weights, gradients and AdamW moments, "
+        f"and weights in bf16 ({WEIGHT_BYTES + OPTIMIZER_BYTES} bytes a parameter), bf16 activations without "
+        "checkpointing:\nan estimate, up to an eighth below what was measured."
     )
 
 

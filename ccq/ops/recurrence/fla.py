@@ -18,7 +18,7 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
     group = v.shape[2] // q.shape[2]
     # With its states laid out as [V, K], the backward of the gated delta rule is faster. Nobody sees how they lie where
     # none comes in or goes out.
-    inner = {"state_v_first": torch.is_grad_enabled() and initial_state is None and not output_final_state}
+    layout = {"state_v_first": torch.is_grad_enabled() and initial_state is None and not output_final_state}
     if beta is None:
         if g is not None and g.ndim == 4:
             from fla.ops.gla import chunk_gla as additive
@@ -29,7 +29,7 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
             if group > 1:
                 q, k = (x.repeat_interleave(group, 2) for x in (q, k))
                 g = g if g is None or g.ndim == 3 else g.repeat_interleave(group, 2)
-            return additive(q, k, v, g, **options, **inner)
+            return additive(q, k, v, g, **options, **layout)
 
         if group > 1 and torch.is_grad_enabled():  # else q and k are kept once a value head: gigabytes for Mamba2
             return checkpoint(expanded, q, k, v, g, use_reentrant=False, preserve_rng_state=False)
@@ -42,11 +42,11 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
         from fla.ops.kda import chunk_kda
 
         g = g if group == 1 else g.repeat_interleave(group, 2)
-        return chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **inner)
+        return chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **layout)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
-    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **inner)
+    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **layout)
 
 
 @torch.compiler.disable
