@@ -24,9 +24,9 @@ def show(
     (console if console.is_terminal else Console(width=width)).print(table)
 
 
-def progress(name: str, work: float | None, unit: str, shown: bool = True) -> Any:
-    """A bar on stderr with the time left; where nobody watches, a line every 15 seconds."""
+def progress(name: str, work: float | None, unit: str, shown: bool = True, done: int = 0) -> Any:
+    """A bar on stderr with the time left, of work of which some is `done`; where nobody watches, a line every 15 s."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     often = 0.2 if sys.stderr.isatty() else 15
-    return tqdm(total=work, desc=name, unit=unit, unit_scale=True, mininterval=often, disable=not shown)
+    return tqdm(None, name, work, initial=done, unit=unit, unit_scale=True, mininterval=often, disable=not shown)

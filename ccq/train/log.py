@@ -59,8 +59,7 @@ class Log:
             except ModuleNotFoundError:
                 self.say(f"tensorboard is not installed: {path} has all that is logged")
         if sys.stdout.isatty() and sys.stderr.isatty():  # else lines
-            self.bar = progress("training", self.config.steps, " steps")
-            self.bar.initial = self.bar.n = self.bar.last_print_n = step
+            self.bar = progress("training", self.config.steps, " steps", done=step)
 
     def close(self) -> None:
         for part in (self.bar, self.file, self.board):
@@ -89,11 +88,10 @@ class Log:
             return
         known = [(values[name], heading, form) for name, heading, form in SHOWN if values.get(name) is not None]
         shown = " ".join(f"{heading} {form.format(np.mean(value))}" for value, heading, form in known)
-        if seconds_left is not None:
-            shown += f" left {duration(seconds_left)}"
         if self.bar is None:
-            print(f"step {step}/{self.config.steps} {shown}", flush=True)
-        else:
+            left = "" if seconds_left is None else f" left {duration(seconds_left)}"
+            print(f"step {step}/{self.config.steps} {shown}{left}", flush=True)
+        else:  # which says how long it takes
             self.bar.set_postfix_str(shown, refresh=False)
         self.advance(step)
 
