@@ -56,6 +56,19 @@ def op_now(batch):
     return BESIDE.value("op_fla", "ms", name="with gate", B=batch, **{"pass": "forward"})
 
 
+def layer_128(backbone, variant):
+    """Milliseconds of a layer with heads of 128, both passes at 4K."""
+    at = {"backbone": backbone, "variant": variant, "T": 4096, "pass": "forward and backward"}
+    return BESIDE.value("layer128", "graph_ms", **at)
+
+
+def least_ms(system):
+    """Milliseconds to read the weights of a 1.3B model in bf16, and 8 states in and out, at the speed of a copy."""
+    model = info(CCQConfig.preset(f"{system}-1.3b"), 4096)
+    traffic = 2 * (model.body + model.embedding / 2) + 2 * 8 * model.state_bytes
+    return 1e3 * traffic / json.loads((BESIDE.COST / "op_fla_h200.json").read_text())["ceilings"]["byte_per_s"]
+
+
 def spent(system, kind=None, part="train"):
     """Milliseconds of a step at 1.3B by wall clock, or of a class of kernels in it."""
     (row,) = [row for row in BESIDE.rows("profile_1b") if (row["system"], row["part"]) == (system, part)]
