@@ -1,4 +1,4 @@
-"""The `ccq` command. A command is one line of COMMANDS; its module is imported only when it is chosen."""
+"""The `ccq` command. A command is one line of commands.toml; its module is imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -6,40 +6,16 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import ccq
 from ccq.errors import UserError
 from ccq.names import nearest
 
-# name: ("module:function", help). The function takes the arguments that follow the name and returns the exit code.
-COMMANDS = {
-    "analyze": ("ccq.analysis:main", "measure keys, gates and the effect of cleaning in a trained model"),
-    "bench": ("ccq.bench:main", "measure the cost of CCQ on your GPU"),
-    "compare": ("ccq.evaluate.compare:main", "compare results of `ccq eval`, with paired differences and intervals"),
-    "convert": ("ccq.model.convert:main", "convert checkpoints from and to flash-linear-attention, and add cleaning"),
-    "data": ("ccq.data.command:main", "train a tokenizer, and turn text into token shards for training"),
-    "demo": ("ccq.demo:main", "train tiny models, test the shipped ones, write a report page: minutes on a CPU"),
-    "doctor": ("ccq.doctor:main", "check this machine: what runs, why, and what to change"),
-    "eval": ("ccq.evaluate:main", "evaluate a model on the paper's four axes and on recall"),
-    "export": ("ccq.train.export:main", "write the weights of a run as a `from_pretrained` folder"),
-    "generate": ("ccq.model.generate:main", "generate text with our models or any causal model of Hugging Face"),
-    "info": ("ccq.model.info:main", "show parameters, state, FLOPs and training memory of a preset or model"),
-    "plan": ("ccq.train.plan:main", "estimate memory, speed and GPU-hours of a recipe"),
-    "report": ("ccq.report:main", "write one page with your results beside the paper's"),
-    "serve": ("ccq.serve:main", "serve a model with an OpenAI-compatible API on this machine"),
-    "sweep": ("ccq.train.sweep:main", "train all systems of a recall comparison, on one GPU"),
-    "train": ("ccq.train.command:main", "train a recipe or resume a run, on a laptop, one GPU or many"),
-}
-
-# extras of this package, and the modules that they install
-EXTRAS = {
-    "gpu": ("fla", "triton"),
-    "model": ("huggingface_hub", "safetensors", "transformers"),
-    "train": ("datasets", "pyarrow", "tensorboard", "tokenizers", "tyro", "wonderwords"),
-    "serve": ("fastapi", "openai", "uvicorn"),
-    "eval": ("lm_eval", "matplotlib", "nltk", "rouge"),
-}
+TABLES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+COMMANDS = TABLES["ccq"]
 
 IMPORT = """
 
@@ -47,13 +23,13 @@ Every command takes --import MODULE: a Python module to import first, such as a 
 
 
 def choose(
-    prog: str, about: str | None, what: str, known: Mapping[str, str], arguments: Sequence[str], more: str = ""
+    prog: str, about: str | None, what: str, known: Mapping[str, list[str]], arguments: Sequence[str], more: str = ""
 ) -> str:
-    """Which of `known` (name: help) the first argument names; the rest belongs to it. `more` ends the help."""
+    """Which of `known` (name: place, help) the first argument names; the rest belongs to it. `more` ends the help."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=(about or "").splitlines()[0],
-        epilog=f"{what}s:\n" + "\n".join(f"  {name:<10} {text}" for name, text in known.items()) + more,
+        epilog=f"{what}s:\n" + "\n".join(f"  {name:<10} {text}" for name, (_, text) in known.items()) + more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ccq {ccq.__version__}")
@@ -66,6 +42,12 @@ def choose(
     if name not in known:
         parser.error(f"unknown {what} {name!r}.{nearest(name, tuple(known))} The {what}s are: {', '.join(known)}.")
     return name
+
+
+def function_at(place: str) -> Callable[[Sequence[str]], int]:
+    """That of "module:function"."""
+    module, _, function = place.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def imported(arguments: Sequence[str]) -> list[str]:
@@ -90,12 +72,10 @@ def imported(arguments: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (without the program's name) asks for, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    known = {name: text for name, (_, text) in COMMANDS.items()}
-    name = choose("ccq", ccq.__doc__, "command", known, arguments, IMPORT)
-    module, _, function = COMMANDS[name][0].partition(":")
+    name = choose("ccq", ccq.__doc__, "command", COMMANDS, arguments, IMPORT)
     try:
         rest = imported(arguments[1:])
-        return getattr(importlib.import_module(module), function)(rest)
+        return function_at(COMMANDS[name][0])(rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -105,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except ModuleNotFoundError as missing:
         module = (missing.name or "").partition(".")[0]
-        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+        extra = next((extra for extra, modules in TABLES["extras"].items() if module in modules), None)
         if extra is None:
             raise
         print(f"ccq {name} needs {missing.name}: pip install 'ccq[{extra}]'", file=sys.stderr)

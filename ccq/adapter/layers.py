@@ -8,6 +8,7 @@ B sequences, T tokens, H key heads, K key size.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -25,6 +26,7 @@ from ccq.errors import UserError
 from ccq.mixers import QueryCleaner
 from ccq.mixers.base import Sequences
 from ccq.mixers.norms import unit
+from ccq.model.packing import borders_at
 from ccq.ops import CovarianceState
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx")
@@ -199,7 +201,7 @@ class Cleaned(nn.Module):
                 # on a CPU transformers' own functions: fla and mamba_ssm, where installed, stand in for them, and fail
                 function = function if hidden.is_cuda else inspect.unwrap(function)
                 stand_in = family.replaced.get(name)
-                scope[name] = function if stand_in is None else bind(stand_in, call, function)
+                scope[name] = function if stand_in is None else functools.partial(stand_in, call, function)
         run = types.FunctionType(forward.__code__, scope, None, forward.__defaults__, forward.__closure__)
         run.__kwdefaults__ = forward.__kwdefaults__
         output = run(*given.args, **given.kwargs)
@@ -224,20 +226,13 @@ class Cleaned(nn.Module):
         return torch.cat(outputs, dim=1)
 
 
-def bind(stand_in: Callable, call: Call, function: Callable) -> Callable:
-    return lambda *args, **kwargs: stand_in(call, function, *args, **kwargs)
-
-
 def borders_of(packing: dict[str, Any], length: int) -> list[int]:
     """Where packed sequences begin and end, by any of the names that it is said under; [0, length]: one sequence."""
     for name in ("cu_seq_lens_q", "cu_seqlens"):
         if packing.get(name) is not None:
             return packing[name].tolist()
     seq_idx = packing.get("seq_idx")
-    if seq_idx is None:
-        return [0, length]
-    changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero()[:, 0] + 1
-    return [0, *changes.tolist(), length]
+    return [0, length] if seq_idx is None else borders_at(seq_idx[0].diff() != 0)
 
 
 # -- the covariance in other people's caches, where they reorder, reset and move what they hold ------------------------

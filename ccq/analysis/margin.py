@@ -33,7 +33,7 @@ from ccq.ops.clean.reference import STEPS
 from ccq.ops.precision import unit
 from ccq.report.collect import Collection
 from ccq.report.results import mean
-from ccq.report.table import Block, Table, analysis_row
+from ccq.report.table import WORDS, Block, Table, analysis_row
 
 READS = {"with": "scaled", "projected": "projected"}  # what results call a read, and its step
 
@@ -156,8 +156,7 @@ def tables(found: Collection) -> list[Table]:
         return []
     head = ["model", "lam", "mean less mean", "best less best", "rank of the needle",
             "heads with a larger mean margin", "the best's"]  # fmt: skip
-    notes = ["Scores of unit keys at the last token of needle prompts, without → with cleaning; means over layers and "
-             "heads. Rank 1: above all distractors."]  # fmt: skip
+    notes = [WORDS["margin"]]
     if any("projected mean" in source.content["table"] for source in found.of("analysis", "margin")):
         notes.append("A third number: with the projected step, the same lam.")
     title = "Margin of the needle over distractors (not in the paper)"

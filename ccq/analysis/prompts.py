@@ -93,17 +93,7 @@ def make_prompt(kind: str, variant: int, variants: int, sentences: list[str], nu
 
 
 RARE = 2  # a token that a prompt has at most so often counts as unique
-
-# name: what it is; the gap of each is its mean alignment minus that of "distractor"
-GROUPS = {
-    "unique": "tokens of the needle sentence that the prompt has at most twice (the paper's gap)",
-    "needle": "all tokens of the needle sentence",
-    "novel": "those of the unique ones that belong to the new thing itself",
-    "planted": "the same of things that stand in plain sentences and are not asked for",
-    "near": "all tokens of the filler around the needle: what its position does",
-    "rare": "tokens of the filler that the prompt has at most twice",
-    "distractor": "all tokens of the filler",
-}
+GROUPS = _TOLD["groups"]  # {name: what it is}
 
 
 @dataclass(frozen=True)

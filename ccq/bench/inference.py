@@ -21,7 +21,7 @@ from ccq.bench.results import COMPARED, graph_time, model_parser, run_models, to
 from ccq.bench.tables import BATCH, RANGE, beside, changed, control_of, label_of, measured_of_fla, noted, quoted
 from ccq.report.collect import Collection
 from ccq.report.paper import load
-from ccq.report.table import Block, Cell, Row, Table, marks, row_kind
+from ccq.report.table import WORDS, Block, Cell, Row, Table, marks, row_kind
 
 
 @torch.inference_mode()
@@ -89,20 +89,8 @@ def tables(found: Collection) -> list[Table]:
             beside(decodes, changed("step_ms", ".2f", ratio=None), control, **at),
         ]
         rows.append(Row(Cell(label_of(system)), line, row_kind(system)))
-    both, notes = [*prefills, *decodes], []
-    if both:
-        notes.append(
-            f"Here: one GPU, bf16, random weights; in brackets what CCQ changes{noted(both)}. `generate` is what a "
-            f"user gets, the step is one CUDA graph. {marks(both)}"
-        )
-        notes.append(RANGE)
-    head = [
-        "",
-        "4K prefill, ms, paper",
-        "here",
-        "decode, tokens/s, paper",
-        "here: `generate`",
-        "here: graph step",
-        "ms",
-    ]
+    both = [*prefills, *decodes]
+    notes = [WORDS["inference"].format(noted=noted(both), marks=marks(both)), RANGE] if both else []
+    decoding = ("decode, tokens/s, paper", "here: `generate`", "here: graph step", "ms")
+    head = ["", "4K prefill, ms, paper", "here", *decoding]
     return [Table("inference", f"{told.title}, one GPU ({told.label})", head, [Block("", rows)], notes)]

@@ -16,7 +16,7 @@ from ccq.bench.tables import beside, changed, control_of, label_of, measured_of_
 from ccq.data.batches import Batch
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import load
-from ccq.report.table import Block, Cell, Row, Table, marks, row_kind, scale_label
+from ccq.report.table import WORDS, Block, Cell, Row, Table, marks, row_kind, scale_label
 from ccq.systems import SYSTEMS
 
 
@@ -105,9 +105,7 @@ def tables(found: Collection) -> list[Table]:
             cells.append(quoted("training", system, column.heading))
             cells.append(beside(sources, changed(key, form), {"system": control_of(system)}, **at))
         rows.append(Row(Cell(label_of(system)), cells, row_kind(system)))
-    notes = [
-        "The paper's numbers are for one GPU of eight (FSDP, 64K tokens per GPU and step): compare ratios, not rates."
-    ]
+    notes = [WORDS["training"]]
     if sources:
         tokens = sources[-1].content["rows"][0]["tokens"]
         notes.append(f"Here: {tokens:,} tokens a step on one GPU{noted(sources)}. {marks(sources)}")
@@ -131,10 +129,7 @@ def lengths_table(source: Source) -> Table:
         control = {"system": control_of(system)}
         cells = [beside([source], shown, control, system=system, size=size, length=length) for length in lengths]
         rows.append(Row(Cell(f"{label_of(system)}, {scale_label(size)}"), cells, row_kind(system)))
-    notes = [
-        f"Tokens a second on one GPU, {first['tokens']:,} tokens a step, {first['dtype']}{noted([source])}; in "
-        f"brackets what CCQ changes. {marks([source])}",
-        "Small print in a cell: the share of the GPU's peak FLOP/s, and the peak of memory.",
-    ]
+    told = WORDS["lengths"].format(**first, noted=noted([source]), marks=marks([source]))
+    notes = [told, "Small print in a cell: the share of the GPU's peak FLOP/s, and the peak of memory."]
     head = ["", *(f"{length:,} tokens" for length in lengths)]
     return Table("lengths", "Training over the length of sequences", head, [Block("", rows)], notes)

@@ -26,10 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(
-    inputs: Inputs,
-    vocab_size: int = 32_000,
-    sample: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    inputs: Inputs, vocab_size: int = 32_000, sample: int | None = None, say: Callable[[str], None] = lambda line: None
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE, the same for the same text on every machine. Any text is encoded and decoded without loss.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ccq import shipped, tables
-from ccq.cli import COMMANDS
+from ccq.cli import COMMANDS, function_at
 from ccq.doctor import best_device, check_device
 from ccq.files import write_json
 from ccq.names import duration, plural
@@ -170,12 +169,12 @@ def make(step: Step, out: Path, device: str) -> None:
     try:
         for words in step.commands:
             name, *arguments = [word.format(**paths) for word in words.split()]
-            module, _, main = ("ccq.demo.regimes:main" if name == "regimes" else COMMANDS[name][0]).partition(":")
+            main = function_at("ccq.demo.regimes:main" if name == "regimes" else COMMANDS[name][0])
             with contextlib.ExitStack() as quiet:
                 if name not in LOUD:
                     log = quiet.enter_context((out / LOG).open("a", encoding="utf-8"))
                     quiet.enter_context(contextlib.redirect_stdout(log))
-                if code := getattr(importlib.import_module(module), main)(arguments):
+                if code := main(arguments):
                     raise Stopped(code)
     finally:
         torch.set_num_threads(threads)

@@ -13,6 +13,7 @@ Intervals resample documents.
 from __future__ import annotations
 
 import itertools
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +24,9 @@ from ccq.evaluate.statistics import LEAST_UNITS, by_group, summary
 from ccq.evaluate.suite import Option, Suite, lengths_option, positive
 from ccq.shipped import book
 
-CORPORA = {  # name: file
-    "govreport": "longdocs_govreport",
-    "qmsum": "longdocs_qmsum",
-    "narrativeqa": "longdocs_narrativeqa",
-    "qasper": "longdocs_qasper",
-    "pg19": "longdocs_pg19_heldout",
-    "code": "longdocs_python_code",
-    "elife": "longdocs_elife_papers",
-}
+KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CORPORA = {name: told["file"] for name, told in KNOWN.items() if "file" in told}
 NOT_ON_HUB = ("elife",)  # in this form
-# also what ships with the package, where it is asked for
-KNOWN = (*CORPORA, "book")
 LENGTHS = tuple(range(4096, 20_481, 2048))
 SCORED = 2048  # tokens of the "same" view
 BLOCK = 512  # positions a point of the "position" view
@@ -165,7 +157,7 @@ SUITE = Suite(
         lengths_option(f"{LENGTHS[0]} to {LENGTHS[-1]}"),
         Option("tokens", "read at most N tokens of each corpus", positive),
     ),
-    tasks=KNOWN,
+    tasks=tuple(KNOWN),
     data=tuple(CORPORA.values()),
     axis=3,
 )

@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import re
+import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,28 +35,15 @@ from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
 from ccq.names import grouped
 from ccq.shipped import book
 
-TASKS = {  # name: (haystack, values)
-    "niah_single_1": ("noise", "numbers"),
-    "niah_single_2": ("essay", "numbers"),
-    "niah_single_3": ("essay", "uuids"),
-}
-# not RULER's: niah_single_2 with the book that ships with the package as its haystack; where it is asked for
-KNOWN = {**TASKS, "niah_book": ("book", "numbers")}
+_TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KNOWN, SIZINGS, KEYS = _TOLD["tasks"], _TOLD["sizings"], _TOLD["keys"]
+TASKS = tuple(task for task in KNOWN if task != "niah_book")  # RULER's
 LENGTHS = (1024, 2048, 4096, 8192)
 SAMPLES = 500
 ANSWER = 128  # tokens generated
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = [int(x) for x in np.round(np.linspace(0, 100, num=40))]
-SIZINGS = {
-    "ruler": "haystacks sized as RULER does",
-    "full": "the largest haystack that fits",
-    "lm-eval": "sized as lm-evaluation-harness 0.4.13 does",
-}
 TRIES = 100  # of RULER's to draw a needle that fits where the haystack can shrink no more: it has no end to them
-KEYS = {
-    "all": "all, also those that needle documents of `ccq data prepare` may hold",
-    "odd": "only those that training data with needles never holds",
-}
 GENERATOR = 1  # raise it with any change to what is drawn
 
 
@@ -83,7 +71,7 @@ def draw(
     task: str, length: int, index: int | str, seed: int, keys: str, word_lists: tuple[Sequence[str], Sequence[str]]
 ) -> Needle:
     """RULER's draw: an adjective-noun pair, a number of 7 digits or a random UUID, one of 40 depths."""
-    haystack, values = KNOWN[task]
+    haystack, values = KNOWN[task]["haystack"], KNOWN[task]["values"]
     drawn = draws(seed, task, length, index)
     key = value = ""
     while not key or (keys == "odd" and is_training_key(key)):
@@ -172,7 +160,7 @@ def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, s
 
 def render(task: str, haystack: Haystack, size: int, needle: Needle) -> tuple[str, float]:
     """(prompt, depth of the needle)."""
-    form, kind = FORMS["ruler"], KNOWN[task][1].removesuffix("s")
+    form, kind = FORMS["ruler"], KNOWN[task]["values"].removesuffix("s")
     text = form["needle"].format(kind=kind, key=needle.key, value=needle.value)
     context, depth = haystack.context(size, text, needle.place)
     question = form["question"].removesuffix(" {value}.").format(kind=kind, key=needle.key)
@@ -212,7 +200,7 @@ class Sizer:
     answer: int = ANSWER  # tokens that are kept for it
 
     def __post_init__(self) -> None:
-        model = Needle("model-needle", "0" * 7 if KNOWN[self.task][1] == "numbers" else "0" * 36, 0)
+        model = Needle("model-needle", "0" * 7 if KNOWN[self.task]["values"] == "numbers" else "0" * 36, 0)
         empty, self.room = self.tokens(model, 0), self.length - self.answer
         noise = 25 if self.length >= 4096 else 5
         self.step = noise if self.haystack.kind == "noise" else 500
@@ -286,7 +274,7 @@ def build(options, tokenizer) -> RequestSet:
     made_of = {"generator": str(GENERATOR), "words": sha256("\n".join(itertools.chain(*words())))}
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for task in tasks:
-        haystack = haystack_of(KNOWN[task][0], options.data)
+        haystack = haystack_of(KNOWN[task]["haystack"], options.data)
         made_of |= haystack.versions
         for length in lengths:
             group = f"{task}/{length}"

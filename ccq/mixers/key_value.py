@@ -115,6 +115,7 @@ class KeyValueMixer(RecurrentMixer):
     silu = False  # whether q, k and v pass a SiLU without a convolution too
     convolved = 3  # how many of q, k, v pass the convolution
     low_rank_gate = False  # whether the output gate is KDA's: two Linears, then a sigmoid
+    written_by: tuple[str, ...] = ()  # the writers' names; of one of low rank its first Linear sees x
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -151,7 +152,8 @@ class KeyValueMixer(RecurrentMixer):
 
     @property
     def writers(self) -> list[nn.Linear]:
-        return []
+        found: list[Any] = [getattr(self, name) for name in self.written_by]
+        return [x[0] if isinstance(x, nn.Sequential) else x for x in found]  # type: ignore[misc]
 
     def gates(self, x: Float[Tensor, "*B D"], *projected: Tensor) -> Gates:
         """g [*B, H] or [*B, H, F] and beta [*B, H]; None for no decay, and for an additive write.

@@ -91,14 +91,12 @@ class RetNet(KeyValueMixer):
 class GatedLinearAttention(KeyValueMixer):
     """Gated linear attention: each channel of the key forgets at its own, data-dependent rate."""
 
+    written_by = ("gk_proj",)
+
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.normalizer = config.gate_normalizer
         self.gk_proj = low_rank(config.hidden_size, config.gate_low_rank, self.heads * self.features, bias=True)
-
-    @property
-    def writers(self) -> list[nn.Linear]:
-        return [self.gk_proj[0]]  # type: ignore[list-item]
 
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         (low,) = projected
@@ -119,14 +117,11 @@ class GatedLinearAttention(KeyValueMixer):
 @register("deltanet")
 class DeltaNet(KeyValueMixer):
     silu = delta = True
+    written_by = ("b_proj",)
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
-
-    @property
-    def writers(self) -> list[nn.Linear]:
-        return [self.b_proj]
 
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         return None, high(projected[0]).sigmoid()
@@ -135,6 +130,7 @@ class DeltaNet(KeyValueMixer):
 @register("gated_deltanet")
 class GatedDeltaNet(KeyValueMixer):
     silu = delta = True
+    written_by: tuple[str, ...] = ("a_proj", "b_proj")
     A_log: Tensor  # [H]
     dt_bias: Tensor  # [H]
     least_rate = 0.0  # exp(A_log) starts between this and 16
@@ -151,10 +147,6 @@ class GatedDeltaNet(KeyValueMixer):
         self.a_proj = nn.Linear(hidden, self.heads, bias=False)
         return self.heads
 
-    @property
-    def writers(self) -> list[nn.Linear]:
-        return [self.a_proj, self.b_proj]
-
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         a, b = projected
         call = Call(a.device, a.dtype, unwatched=unwatched(a))
@@ -168,16 +160,13 @@ class GatedDeltaNet(KeyValueMixer):
 @register("kda")
 class KimiDeltaAttention(GatedDeltaNet):
     low_rank_gate = True
+    written_by = ("f_proj", "b_proj")
     least_rate = 1.0
     dt_bias: Tensor  # [H * F]
 
     def add_projection(self, hidden: int) -> int:
         self.f_proj = low_rank(hidden, self.value_size, self.heads * self.features)
         return self.heads * self.features
-
-    @property
-    def writers(self) -> list[nn.Linear]:
-        return [self.f_proj[0], self.b_proj]  # type: ignore[list-item]
 
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         low, b = projected
@@ -192,6 +181,7 @@ class Mesa(KeyValueMixer):
 
     convolved = 2
     keys_too = True
+    written_by = ("a_proj", "b_proj")
     lambda_params: Tensor  # [H * F]
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
@@ -200,10 +190,6 @@ class Mesa(KeyValueMixer):
         self.a_proj = nn.Linear(config.hidden_size, self.heads)
         self.b_proj = nn.Linear(config.hidden_size, self.heads)
         self.own("lambda_params", self.heads * self.features, start=START)
-
-    @property
-    def writers(self) -> list[nn.Linear]:
-        return [self.a_proj, self.b_proj]
 
     def gates(self, x: Tensor, *projected: Tensor) -> Gates:
         a, b = projected

@@ -132,11 +132,11 @@ def borders_of(
     if seq_idx is not None:
         if shape[0] != 1 or seq_idx.shape != shape:
             raise ValueError(f"seq_idx: expected shape [1, T], of one packed row, got {list(seq_idx.shape)}")
-        given["seq_idx"] = _borders(seq_idx[0].diff() != 0)
+        given["seq_idx"] = borders_at(seq_idx[0].diff() != 0)
     if position_ids is not None:
         restarts = _restarts(position_ids, shape, seen, mask)
         if restarts is not None:
-            given["position_ids"] = _borders(restarts)
+            given["position_ids"] = borders_at(restarts)
     for name, borders in given.items():
         first = next(iter(given))
         if borders != given[first]:
@@ -147,7 +147,7 @@ def borders_of(
     return torch.tensor(borders)
 
 
-def _borders(changes: Bool[Tensor, " T1"]) -> list[int]:
+def borders_at(changes: Bool[Tensor, " T1"]) -> list[int]:
     """A sequence ends before each change."""
     return [0, *(changes.nonzero()[:, 0] + 1).tolist(), changes.shape[0] + 1]
 

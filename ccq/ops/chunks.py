@@ -53,8 +53,7 @@ def to_chunks(x: Tensor, layout: Layout) -> Tensor:
     """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full: such a token writes and forgets nothing."""
     size = layout.size
     if layout.slots is None:
-        gap = -x.shape[1] % size
-        if gap:
+        if gap := -x.shape[1] % size:
             x = torch.cat([x, x.new_zeros(x.shape[0], gap, *x.shape[2:])], 1)
         x = x.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1)
     else:
@@ -92,7 +91,10 @@ def scan(
     """
     start, sums, ended = in_order(start, layout.order), [], []
     running = start[:0] if reverse else start
-    ranks = list(zip(adds.split(layout.counts), per_rank(decay, adds, layout), strict=True))
+    parts: Sequence[Tensor | None] = [None] * len(layout.counts)
+    if decay is not None:
+        parts = decay.view(*decay.shape, *[1] * (adds.ndim - decay.ndim)).split(layout.counts)
+    ranks = list(zip(adds.split(layout.counts), parts, strict=True))
     for here, left in reversed(ranks) if reverse else ranks:
         n = here.shape[0]
         if n > running.shape[0]:  # going back, some sequences begin here
@@ -104,10 +106,3 @@ def scan(
         running = (running if left is None else left * running) + here
     total = torch.cat([running, start[running.shape[0] :] if reverse else running[:0], *reversed(ended)])
     return torch.cat(sums[::-1] if reverse else sums), in_order(total, layout.place)
-
-
-def per_rank(decay: Tensor | None, adds: Tensor, layout: Layout) -> Sequence[Tensor | None]:
-    """`decay` [M, Hk] split as `adds` [M, Hk, ...] is, with as many dimensions."""
-    if decay is None:
-        return [None] * len(layout.counts)
-    return decay.view(*decay.shape, *[1] * (adds.ndim - decay.ndim)).split(layout.counts)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
 from ccq.evaluate.requests import EvaluationError
-from ccq.evaluate.statistics import chance, error_of_mean, holm, student
+from ccq.evaluate.statistics import chance, error_of_mean, holm
 from ccq.names import grouped, plural
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper
@@ -24,6 +24,7 @@ from ccq.report.results import (
     Results,
     asked_otherwise,
     distinct,
+    interval_of,
     mean,
     mean_bounds,
     once,
@@ -302,8 +303,8 @@ def needed(differences: Sequence[float], better: str, least: float) -> int:
     middle = mean(differences) if better == "higher" else -mean(differences)
     spread = error_of_mean(differences) * math.sqrt(have)
     for seeds in range(have, MOST + 1):
-        half = student(seeds - 1) * spread / math.sqrt(seeds)
-        if judged((middle - half, middle + half), least, "")[0] != FEW:
+        bounds = interval_of(middle, spread / math.sqrt(seeds), seeds)
+        if bounds is not None and judged(bounds, least, "")[0] != FEW:
             return seeds
     return 0
 
@@ -370,7 +371,7 @@ def alignment(claim: dict, found: Collection, results: Results, paper: Paper) ->
         verdicts.append(gap_verdict(part, gap, prompts, by_layer=claim["group"] == "unique"))
         if verdicts[-1][0] != UNTESTABLE:
             gaps.append(gap)
-        bounds = mean_interval(gap["mean"], gap["error_of_mean"], prompts)
+        bounds = interval_of(gap["mean"], gap["error_of_mean"], prompts)
         spread = "" if bounds is None else f" ± {(bounds[1] - bounds[0]) / 2:.3f} over prompts"
         middle = "not known" if gap["mean"] is None else f"{signed(gap['mean'], 3)}{spread}"
         parts.append(f"{source.title}: {gap['negative_layers']} of {len(gap['by_layer'])}, mean {middle}")
@@ -395,19 +396,11 @@ def gap_verdict(part: dict, gap: dict, prompts: int, by_layer: bool) -> tuple[st
         means, errors = gap["by_layer"], [None if d is None else d / root for d in gap["deviation_by_layer"]]
     verdicts = []
     for middle, error in zip(means, errors, strict=True):
-        bounds = mean_interval(middle, error, prompts)
+        bounds = interval_of(middle, error, prompts)
         if bounds is None:
             return FEW, f"an interval over prompts needs {SEEDS} prompts with such tokens"
         verdicts.append(judged((-bounds[1], -bounds[0]), LEAST_GAP, "over prompts"))
     return together(verdicts, "layer")
-
-
-def mean_interval(middle: float | None, error: float | None, count: int) -> Interval | None:
-    """95% interval of a mean of `count` values whose error is known."""
-    if middle is None or error is None or count < SEEDS:
-        return None
-    half = student(count - 1) * error
-    return middle - half, middle + half
 
 
 def text_of_gate(source: Source) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ccq.files import read_text, stored
 from ccq.names import grouped
-from ccq.report.table import scale_label, trained_as
+from ccq.report.table import WORDS, scale_label, trained_as
 from ccq.systems import UNCHANGED, Identity
 
 # folders that hold no results
@@ -192,10 +192,7 @@ class Collection:
         notes = []
         if odd:
             who = "" if len(odd) == len(asked) else f" by {', '.join(dict.fromkeys(s.title for s in odd))}"
-            notes.append(
-                f"Needle prompts{who} have only keys and values that never occur in training (`--keys odd`); RULER "
-                "draws from all."
-            )
+            notes.append(WORDS["odd_keys"].format(who=who))
         if odd or any(s.identity.needles for s in asked):
             for share, of in grouped(asked, lambda s: s.identity.needles and round(s.identity.needles, 2)).items():
                 known = "the training text has no needle documents"

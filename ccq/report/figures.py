@@ -12,23 +12,18 @@ from typing import Any
 import numpy as np
 
 from ccq.bench.tables import CLEANED, MEASURES
+from ccq.evaluate import length, niah
 from ccq.figures import BLUE, GREY, Figure, Lines, Panel, lines_of, of_alignment, of_gates
 from ccq.names import grouped
 from ccq.report.claims import text_of_gate
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import Paper
 from ccq.report.results import RECALL, VALID, Estimate, Results, by_size, mean, once
-from ccq.report.table import scale_label, tokens_label
+from ccq.report.table import WORDS, scale_label, tokens_label
 from ccq.report.tables import trained
 from ccq.systems import SYSTEMS, Identity
 
 BAND = "95% interval over seeds if there are three, else over test samples."
-CORPORA = {
-    "govreport": "GovReport", "qmsum": "QMSum", "narrativeqa": "NarrativeQA", "qasper": "Qasper", "pg19": "PG19",
-    "code": "code (for CodeParrot)", "elife": "eLife (not in the paper)", "book": "Dubliners (not in the paper)",
-}  # fmt: skip
-NEEDLES = {"niah_single_1": "S-NIAH-1: pass-key", "niah_single_2": "S-NIAH-2: number",
-           "niah_single_3": "S-NIAH-3: uuid", "niah_book": "number in a book (not RULER's)"}  # fmt: skip
 
 
 def figures(found: Collection, results: Results, paper: Paper) -> dict[str, Figure]:
@@ -98,22 +93,22 @@ def curves_of(results: Results, rows: Sequence[Identity], suite: str, pattern: s
 
 
 def by_length(
-    results: Results, suite: str, titles: dict[str, str], axis: str, curves: Callable[..., Curves] = curves_of
+    results: Results, suite: str, tasks: dict[str, dict], axis: str, curves: Callable[..., Curves] = curves_of
 ) -> tuple[list[Panel], Lines]:
     """A panel for each task of a suite that was run, and each size of model; and the lines of all."""
     panels, rows = [], results.rows(suite)
     lines, sizes = lines_of(rows), by_size(rows)
     for size, mine in sizes.items():
-        for task, title in titles.items():
+        for task, known in tasks.items():
             if found := curves(results, mine, suite, f"{task}/{{}}"):
-                told = f"{title}, {scale_label(size)}" if len(sizes) > 1 else title
+                told = f"{known['title']}, {scale_label(size)}" if len(sizes) > 1 else known["title"]
                 panels.append(Panel(told, partial(draw_curves, found, lines, axis)))
     return panels, lines
 
 
 def needles(results: Results) -> Figure:
     caption = f"Higher is better. Bands: {BAND}"
-    return Figure("needles", "Needles found, by length", caption, *by_length(results, "niah", NEEDLES, "found, %"))
+    return Figure("needles", "Needles found, by length", caption, *by_length(results, "niah", niah.KNOWN, "found, %"))
 
 
 def extrapolation(results: Results) -> Figure:
@@ -129,13 +124,8 @@ def extrapolation(results: Results) -> Figure:
                 return same
         return found
 
-    panels, lines = by_length(results, "length", CORPORA, "perplexity", same_text)
-    how = "The sweep of the paper's Figures 3 and 4; their values are not printed."
-    if drawn:
-        how += (
-            " Where a model read only the first windows of each length, which is more text the longer they are: the "
-            "same 2,048 tokens at every length, the last of each of the longest windows, given what stands before them."
-        )
+    panels, lines = by_length(results, "length", length.KNOWN, "perplexity", same_text)
+    how = WORDS["extrapolation"] + (WORDS["extrapolation_same"] if drawn else "")
     caption = f"Lower is better. {how} Bands: {BAND}"
     return Figure("extrapolation", "Perplexity beyond the training length", caption, panels, lines)
 
@@ -172,11 +162,8 @@ def cost(found: Collection) -> Figure | None:
         axes.grid(axis="y", visible=False)
         axes.legend(loc="center right")
 
-    caption = (
-        "Additional time per token or step with CCQ; shorter is better. The paper compares with GLA without unit q "
-        "and k, we compare with the backbone with unit q and k. Thin lines: range of the repetitions."
-    )
-    return Figure("overhead", "What CCQ costs", caption, [Panel("", draw)], size=(4.6, 0.36 * len(labels) + 1.0))
+    size = (4.6, 0.36 * len(labels) + 1.0)
+    return Figure("overhead", "What CCQ costs", WORDS["cost"], [Panel("", draw)], size=size)
 
 
 def course(source: Source) -> dict[str, tuple[list, list]]:
@@ -219,11 +206,7 @@ def training(found: Collection, results: Results) -> Figure:
                 title = f"{'the gate' if name == 'lam' else COURSES[name]}, {scale_label(size)}"
                 mean_of = {row.label: courses[row] for row in having[name]}
                 panels.append(Panel(title, partial(draw_course, mean_of, lines, name)))
-    caption = (
-        "Mean over seeds, at the rate chosen. The gate: mean lam over layers. Dotted: where weight decay of its bias "
-        "alone, without any gradient, would carry it; a gate that follows it has not learned to open."
-    )
-    return Figure("training", "Training", caption, panels, lines, columns=2, size=(4.0, 2.9))
+    return Figure("training", "Training", WORDS["course"], panels, lines, columns=2, size=(4.0, 2.9))
 
 
 def draw_course(courses: dict[str, list[dict]], lines: Lines, name: str, axes: Any) -> None:
@@ -252,8 +235,7 @@ def diagnostics(found: Collection, paper: Paper) -> list[Figure]:
         return []
     made = [replace(figure, name=f"alignment_{figure.name}") for figure in of_alignment(points)[:3]]
     facts = (paper.facts["gap_qwen3"], paper.facts["gap_gated_deltanet"])
-    made[0].caption += f" The paper's means: {' and '.join(f'{fact} ({fact.model})' for fact in facts)}. Equally rare "
-    made[0].caption += "tokens that no question asks for (the control) show how much of the gap is rarity."
+    made[0].caption += WORDS["alignment"].format(means=" and ".join(f"{fact} ({fact.model})" for fact in facts))
     return made
 
 
@@ -269,9 +251,6 @@ def gates(found: Collection, paper: Paper) -> Figure | None:
         title = seeds[0].title if count == 1 else f"{seeds[0].subject}, {count} seeds"
         groups.append((title, [source.content for source in seeds]))
     texts = ", ".join(dict.fromkeys(text_of_gate(source) for source in sources))
-    caption = (
-        f"Mean gate over heads on text ({texts}), on the filler of needle prompts, and where a needle is retrieved; "
-        f"thin: each seed. The paper: {paper.facts['lam_text']} on text, {paper.facts['lam_retrieval']} at retrieval "
-        "(mean over layers)."
-    )
+    told = {"text": paper.facts["lam_text"], "retrieval": paper.facts["lam_retrieval"]}
+    caption = WORDS["gates"].format(texts=texts, **told)
     return replace(of_gates(groups, ("text", "filler", "retrieval")), name="gates", caption=caption, columns=2)

@@ -23,7 +23,7 @@ from ccq.report import paper as papers
 from ccq.report.claims import FAILS, FEW, HOLDS, NOT_RUN, Verdict
 from ccq.report.collect import DAMAGE, Collection
 from ccq.report.results import Results
-from ccq.report.table import Table, trimmed
+from ccq.report.table import WORDS, Table, trimmed
 from ccq.train import sweep_tables
 
 # what has `tables` of its own, beside the code whose results they show
@@ -174,19 +174,13 @@ def did_it_help(verdicts: list[Verdict]) -> dict[str, Any]:
     shown = [v for v in verdicts if v in decided or (v.claim.get("headline") and v.verdict != NOT_RUN)] or tried[:4]
     items = [f"**{v.named.capitalize()}**: {v.says}. Here: {v.short or v.ours}. The paper: {v.paper}." for v in shown]
     if not tried:
-        lead = (
-            "**These results are too few to tell.** A claim about a gain needs two models, one with CCQ and its "
-            "control, trained alike and evaluated on the same samples."
-        )
-        return {"lead": lead + (" They show:" if items else ""), "listed": items}
+        return {"lead": WORDS["few"] + (" They show:" if items else ""), "listed": items}
     count = Counter(v.verdict for v in tried)
     said = [f"{count[v]} {'is' if count[v] == 1 else 'are'} {v}" for v in SIGNS if count[v]]
     lead = f"**Of {plural(len(tried), 'claim')} about quality that we tested, {', '.join(said)}.** "
     if held := [v for v in tried if v.verdict == HOLDS]:
         survive = sum(v.survives for v in held)
-        lead += (
-            f"Each claim is tested at 95% by itself. Of {plural(len(held), 'supported claim')}, {survive or 'none'} "
-            f"survive{'s' if survive < 2 else ''} Holm's correction for {plural(held[0].tests, 'test')}. "
-        )
+        told = {"survive": survive or "none", "s": "s" if survive < 2 else "", "tests": plural(held[0].tests, "test")}
+        lead += WORDS["held"].format(held=plural(len(held), "supported claim"), **told)
     lead += "The decided claims and the main ones:" if decided else "The main claims:"
     return {"lead": lead, "listed": items}

@@ -40,9 +40,14 @@ def seed_interval(values: Sequence[float]) -> Interval | None:
     >>> [round(x, 2) for x in seed_interval([1.0, 2.0, 3.0])]
     [-0.48, 4.48]
     """
-    if len(values) < SEEDS:
+    return interval_of(mean(values), error_of_mean(values), len(values)) if len(values) >= SEEDS else None
+
+
+def interval_of(middle: float | None, error: float | None, count: int) -> Interval | None:
+    """95% interval of a mean of `count` values whose error is known; None below three."""
+    if middle is None or error is None or count < SEEDS:
         return None
-    middle, half = mean(values), student(len(values) - 1) * error_of_mean(values)
+    half = student(count - 1) * error
     return middle - half, middle + half
 
 

@@ -5,8 +5,10 @@ Text may hold **bold**, `code` and [words](#place); all else is plain.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ccq.systems import SYSTEMS, Identity
@@ -14,7 +16,7 @@ from ccq.systems import SYSTEMS, Identity
 if TYPE_CHECKING:
     from ccq.report.collect import Source
 
-SMALL = "Small print"  # how a note begins that explains what stands below numbers
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from ccq.report.paper import Table as PaperTable
 from ccq.report.results import VALID, Estimate, Results, by_size, mean, row_of
 from ccq.report.table import (
     NOT_IN_PAPER,
-    SMALL,
+    WORDS,
     Block,
     Cell,
     Row,
@@ -30,12 +30,6 @@ from ccq.report.table import (
 )
 from ccq.report.table import NOT_RUN as EMPTY
 from ccq.systems import SYSTEMS, Identity
-
-SMALL_PRINT = (
-    f"{SMALL} in a cell: the 95% interval of the mean over seeds (Student's t, cut at the possible range) with three "
-    "seeds or more, else over test samples; hover for both. Repeats of a seed are averaged and do not count as further "
-    "seeds."
-)
 
 
 def our_cell(estimate: Estimate | None, like: str = "") -> Cell:
@@ -110,7 +104,7 @@ def score_table(name: str, paper: Paper, results: Results) -> Table:
         said = [note for s in results.found.of("eval", "niah") for note in s.content.get("notes") or ()]
         notes += [f"Here: {note}." for note in dict.fromkeys(said)]
     if ours:
-        notes.append(SMALL_PRINT)
+        notes.append(WORDS["scores"])
     arrows = {"lower": " ↓", "higher": " ↑"}
     head = ["", *(f"{c.heading}{arrows.get(c.better, '')}".replace(" ", "\u00a0") for c in columns)]
     return Table(name, f"{table.title} ({table.label})", head, [*blocks, *not_run(folded)], notes)
@@ -172,12 +166,7 @@ def models_table(paper: Paper, found: Collection, results: Results) -> Table:
         label = Cell(f"{row.label} {marks([*runs, *tried])}")
         ours = blocks.setdefault(title_of(row.size), [])
         ours.append(Row(label, cells, row_kind(row.system)))
-    notes = [
-        "State: of a sequence of the training length, including the covariance.",
-        f"{SMALL} below a perplexity: the 95% interval of the mean over seeds (Student's t), where there are three; "
-        "below a rate: validation perplexity at each rate that was tried, in shorter runs with a seed that counts "
-        "nowhere else.",
-    ]
+    notes = ["State: of a sequence of the training length, including the covariance.", WORDS["models"]]
     made = [Block(title, rows) for title, rows in blocks.items()]
     made += [] if found.of("run") else not_run(["all systems"])
     return Table("models", f"{table.title} ({table.label}), and how each was trained", head, made, notes)
@@ -252,10 +241,7 @@ def claims_table(verdicts: list[Verdict]) -> Table:
     blocks = [Block("Not run" if left else "", mine, folded=left) for left, mine in rows.items() if mine]
     notes = list(rules())
     if tests := max((v.tests for v in verdicts), default=0):
-        notes.append(
-            f"Each claim is tested at 95% by itself. Of {plural(tests, 'test')} of scores over seeds about one in "
-            "twenty leaves out zero by chance alone: where one does, it is said whether it survives Holm's correction."
-        )
+        notes.append(WORDS["tests"].format(tests=plural(tests, "test")))
     caption = "The claims and what our results say"
     return Table("claims", caption, ["claim", "the paper", "here", "verdict"], blocks, notes, stack=True)
 

@@ -18,12 +18,7 @@ import torch
 from fastapi import HTTPException
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cli.serving.utils import (
-    DirectStreamer,
-    GenerateManager,
-    _GenerationCancelled,
-    _StreamError,
-)
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 
 class Row(DirectStreamer):

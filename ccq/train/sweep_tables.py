@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ccq.report.paper import Column
 from ccq.report.results import RECALL, Results, by_size, mean
-from ccq.report.table import Block, Cell, Table, not_run
-from ccq.report.tables import SMALL_PRINT, score_rows, title_of
+from ccq.report.table import WORDS, Block, Cell, Table, not_run
+from ccq.report.tables import score_rows, title_of
 from ccq.systems import SYSTEMS, Identity
 from ccq.train.sweep import TASKS
 
@@ -19,12 +19,7 @@ def tables(results: Results) -> list[Table]:
     ]:
         head = ["", "test accuracy, %", "seeds", "rate", "tokens", "parameters", "embeddings", "state, KiB", "of it Σ",
                 "lam at the end"]  # fmt: skip
-        notes = [
-            "Every row has the same data, steps and learning rates; the rate is chosen on validation samples, never on "
-            "the test slices. Accuracy: share of queries answered, mean over the test slices. State: of a sequence in "
-            "fp32, the covariance counted; attention's at 256 tokens.",
-            SMALL_PRINT,
-        ]
+        notes = [WORDS["sweep"], WORDS["scores"]]
         missing = [name for source in results.found.of("sweep") for name in source.content["missing"]]
         if missing:
             told = f"{', '.join(missing[:12])}{' ...' if len(missing) > 12 else ''}"
@@ -47,7 +42,7 @@ def tables(results: Results) -> list[Table]:
             blocks = [Block(title_of(size), score_rows(rows, columns, results, likes))
                       for size, rows in by_size(results.rows(suite)).items()]  # fmt: skip
             caption = f"Recall {what}: queries answered, %"
-            made.append(Table(name, caption, ["", *heads], blocks, [SMALL_PRINT]))
+            made.append(Table(name, caption, ["", *heads], blocks, [WORDS["scores"]]))
     return made
 
 

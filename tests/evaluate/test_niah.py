@@ -55,7 +55,7 @@ def drawn(task, length):
 @pytest.mark.parametrize(("task", "step"), [("niah_single_1", 5), ("niah_single_2", 500)])
 def test_sizing_of_ruler_is_one_size_and_whole_steps_below_it(data, tokenizer, task, step):
     """RULER's generator: the size by bisection from one step on; a sample too long is drawn again, a step smaller."""
-    haystack = niah.Haystack(niah.TASKS[task][0], data)
+    haystack = niah.Haystack(niah.KNOWN[task]["haystack"], data)
     count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
     length = 2048
     sizer = niah.Sizer(task, length, "ruler", haystack, count, drawn(task, length))
@@ -121,7 +121,7 @@ def test_sizing_of_ruler_draws_again_at_the_smallest_size_and_is_the_default(dat
 
 @pytest.mark.parametrize("task", niah.TASKS)
 def test_the_haystack_is_the_largest_that_fits(data, tokenizer, task):
-    haystack = niah.Haystack(niah.TASKS[task][0], data)
+    haystack = niah.Haystack(niah.KNOWN[task]["haystack"], data)
     count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
     sizer = niah.Sizer(task, 700, "full", haystack, count, drawn(task, 700))
     for index in range(5):
