@@ -32,12 +32,13 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ccq.bench.results import NOTE, graph_time, make_parser, run, wall_time
-from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, newest, noted, quoted, timed, times
+from ccq.bench.tables import BACKBONES, LAYERS, RANGE, beside, changed, find, newest, noted, quoted, timed
 from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step
 from ccq.report.collect import Collection
 from ccq.report.paper import load
@@ -175,6 +176,17 @@ def bench_layer(argv: Sequence[str]) -> None:
     run(args, title, measured_layers(args, shape), control, shape=shape)
 
 
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
+
+
+def papers(system: str, backbone: str, heading: str) -> Cell:
+    """A cell of the paper's table of layers; with CCQ over the backbone, in brackets."""
+    cell, values = quoted("layer", system, heading), load().tables["layer"].value
+    one, two = (values("1.3b", name, heading) for name in (system, backbone))
+    return replace(cell, text=f"{cell.text} ({times(one / two)})") if one and two and system != backbone else cell
+
+
 def heading(name: str, length: int) -> str:
     return f"{name}, {length // 1024}K"
 
@@ -194,7 +206,7 @@ def layer_tables(found: Collection) -> list[Table]:
         for column, length in LAYER_PASSES:
             at = {"backbone": backbone, "variant": variant, "T": length, "pass": column}
             known = variant in ("fla", "unit", "ours")
-            told = quoted("layer", name, heading(column, length), BACKBONES[backbone]) if known else NOT_IN_PAPER
+            told = papers(name, BACKBONES[backbone], heading(column, length)) if known else NOT_IN_PAPER
             line += [told, beside(sources, milliseconds, alone, **at)]
         line.append(beside(sources, gigabytes, alone, **at | {"pass": LAYER_PASSES[0][0], "T": LAYER_PASSES[0][1]}))
         composed = variant == "composed"

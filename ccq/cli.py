@@ -6,15 +6,15 @@ import argparse
 import importlib
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ccq
 from ccq.errors import UserError
+from ccq.files import read_toml
 from ccq.names import nearest
 
-TABLES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+TABLES = read_toml(Path(__file__).with_name("commands.toml"))
 COMMANDS = TABLES["ccq"]
 
 IMPORT = """

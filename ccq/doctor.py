@@ -26,6 +26,7 @@ import torch
 
 import ccq
 from ccq.errors import UserError
+from ccq.files import read_toml
 from ccq.names import grouped
 from ccq.ops.choose import OPS, Call, arch_of, explain
 from ccq.provenance import version_of
@@ -40,6 +41,7 @@ PACKAGES = {
 }
 OURS = r"CCQ_|(TRITON_INTERPRET|CUDA_VISIBLE_DEVICES)$"  # variables of the environment
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+FINDINGS = read_toml(Path(__file__).with_suffix(".toml"))  # {name: level, what, cure}
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,6 @@ class Finding:
     level: str  # "error": numbers can be wrong; "warning": something is slow or will fail
     what: str
     cure: str
-
-
-CPU_BF16 = (
-    "a product in bf16 kills the process on this CPU: torch takes it for able to compute what it is not",
-    "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or take float32",
-)
 
 
 @functools.cache
@@ -120,7 +116,8 @@ def check_cpu_bf16(device: str, dtype: str) -> None:
     """DeviceError where a model in `dtype` would kill the process."""
     asked = device == "cpu" and dtype in ("bf16", "bfloat16") and torch.backends.mkldnn.enabled
     if asked and cpu_bf16_kills():
-        raise DeviceError(f"{CPU_BF16[0]}: {CPU_BF16[1]}")
+        what, cure = FINDINGS["cpu_bf16"]["what"], FINDINGS["cpu_bf16"]["cure"]
+        raise DeviceError(f"{what[:1].lower()}{what[1:].rstrip('.')}: {cure}")
 
 
 def look() -> Environment:
@@ -170,45 +167,26 @@ def diagnose(env: Environment) -> list[Finding]:
     nvidia = bool(env.gpus) and (env.build or "").startswith("CUDA")  # ROCm's capability 9.x is no Hopper
     hopper = nvidia and any(arch_of(gpu.capability).name == "hopper" for gpu in env.gpus)
     wrong = hopper and (3, 4) <= has < (3, 8)
-    newer, newest = "pip install 'triton>=3.8.0'", max(core, whole, key=release)
-    told = f": {env.complaint}" if env.complaint else "."
-    errors = [
-        (wrong and has < (3, 7, 1), f"Triton {triton} computes wrong gradients of gated linear attention on Hopper "
-         "GPUs: the loss looks plausible and the model does not learn what it should (flash-linear-attention issue "
-         "#640).", newer),
-        (wrong and has >= (3, 7, 1), f"Triton {triton} computes wrong gradients on Hopper GPUs for some num_warps, "
-         "which autotuning may pick (flash-linear-attention issue #984; #640 is fixed in it).", newer),
-    ]  # fmt: skip
-    slow = [
-        (env.cpu_bf16_kills, f"{CPU_BF16[0][:1].upper()}{CPU_BF16[0][1:]}.", CPU_BF16[1]),
-        (nvidia and not triton, "Triton is not installed, so no fused kernel can run on this GPU.",
-         "pip install 'ccq[gpu]'"),
-        ((core or whole) and not triton, "fla is installed without Triton, so `import fla` or its kernels will fail.",
-         newer),
-        (nvidia and triton and has < (3, 8) and not wrong,
-         f"Triton {triton} is older than 3.8.0, the oldest that ccq is tested with.", newer),
-        (hopper and has[:2] > (3, 8), "The fastest kernels for Hopper GPUs are known to be assembled right by Triton "
-         f"3.8 only: with {triton} the plain ones run.", "pip install 'triton==3.8.*'"),
-        (core and whole and core != whole, f"fla-core {core} and flash-linear-attention {whole} are two parts of one "
-         "package, of different versions.", f"pip install fla-core=={newest} flash-linear-attention=={newest}"),
-        (env.driver and env.build is None,
-         f"There is an NVIDIA driver, {env.driver}, but torch {env.torch} is built for the CPU only.",
-         "install a build of torch with CUDA, in a fresh environment"),
-        (env.driver and env.build is not None and not env.gpus,
-         f"There is an NVIDIA driver, {env.driver}, but torch ({env.build}) sees no GPU{told}",
-         "check CUDA_VISIBLE_DEVICES, that the container was given the GPU, and that the driver is new enough for "
-         f"{env.build}"),
-        (release(env.python) < (3, 11), f"Python {env.python} is too old: ccq needs 3.11.",
-         "make an environment with Python 3.11 or newer"),
-        (env.gpus and env.variables.get("TRITON_INTERPRET", "0") != "0", "TRITON_INTERPRET is set: kernels are "
-         "interpreted in Python, thousands of times slower than on the GPU.", "unset TRITON_INTERPRET"),
-        (env.gpus and env.variables.get("CCQ_CHECK") == "1",
-         "CCQ_CHECK=1: each call looks at its values, and waits for the GPU to do so.", "unset CCQ_CHECK"),
-        (hopper and env.variables.get("CCQ_HOPPER") == "0",
-         "CCQ_HOPPER=0: the fastest kernels for this GPU are turned off.", "unset CCQ_HOPPER"),
-    ]  # fmt: skip
-    return [Finding(level, what, cure) for level, known in (("error", errors), ("warning", slow))
-            for applies, what, cure in known if applies]  # fmt: skip
+    applies = {
+        "old_triton_on_hopper": wrong and has < (3, 7, 1),
+        "newer_triton_on_hopper": wrong and has >= (3, 7, 1),
+        "cpu_bf16": env.cpu_bf16_kills,
+        "no_triton": nvidia and not triton,
+        "fla_without_triton": (core or whole) and not triton,
+        "old_triton": nvidia and triton and has < (3, 8) and not wrong,
+        "new_triton_on_hopper": hopper and has[:2] > (3, 8),
+        "two_versions_of_fla": core and whole and core != whole,
+        "torch_for_the_cpu": env.driver and env.build is None,
+        "no_gpu_seen": env.driver and env.build is not None and not env.gpus,
+        "old_python": release(env.python) < (3, 11),
+        "interpreted": env.gpus and env.variables.get("TRITON_INTERPRET", "0") != "0",
+        "checked": env.gpus and env.variables.get("CCQ_CHECK") == "1",
+        "no_hopper_kernels": hopper and env.variables.get("CCQ_HOPPER") == "0",
+    }
+    told = vars(env) | {"triton": triton, "core": core, "whole": whole, "newest": max(core, whole, key=release)}
+    told["complaint"] = f": {env.complaint}" if env.complaint else "."
+    found = [known for name, known in FINDINGS.items() if applies[name]]
+    return [Finding(x["level"], x["what"].format(**told), x["cure"].format(**told)) for x in found]
 
 
 def choices(env: Environment) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """What a user can mend."""
 
-from __future__ import annotations
-
 
 class UserError(Exception):
     """Something is missing, damaged or does not fit: the message says it all, so `ccq` shows no traceback."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from ccq.analysis import AnalysisError
+from ccq.files import read_toml
 
-_TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TOLD = read_toml(Path(__file__).with_suffix(".toml"))
 KINDS = _TOLD["kinds"]  # {name: needle and question, with which a prompt ends, and things that may be the needle}
 CARRIERS = _TOLD["carriers"]  # plain sentences that hold a planted thing
 PLANTED = 2  # in each prompt

@@ -78,18 +78,13 @@ def beside(
     return timed(*shown(mine[0], base and base[0]), mine[1])
 
 
-def quoted(table: str, system: str, heading: str, ratio: str = "") -> Cell:
-    """A cell of the paper; with CCQ over the backbone `ratio`, in brackets."""
+def quoted(table: str, system: str, heading: str) -> Cell:
+    """A cell of the paper."""
     told = load().tables[table].cell("1.3b", system, heading)
     if told is None:
         return NOT_IN_PAPER
-    base = load().tables[table].value("1.3b", ratio, heading) if ratio and ratio != system else None
     text = f"{told.value:,.0f}" if told.value and told.value > 1e4 else told.shown
-    return Cell(
-        text + (f" ({times(told.value / base)})" if base and told.value else ""),
-        kind="paper",
-        hover=load().tables[table].where_run,
-    )
+    return Cell(text, kind="paper", hover=load().tables[table].where_run)
 
 
 def changed(
@@ -107,10 +102,6 @@ def changed(
         return f"{scale * mine:{form}}{unit}{brackets}", "–".join(ends)
 
     return shown
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:.2f}×"
 
 
 @dataclass(frozen=True)

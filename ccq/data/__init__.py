@@ -1,7 +1,5 @@
 """From text to batches: tokenizer, token shards, the order of training; recall data and needle documents."""
 
-from __future__ import annotations
-
 from ccq.errors import UserError
 
 

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import importlib.metadata
 import re
-import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,9 +24,10 @@ import numpy as np
 from ccq.data import DataError
 from ccq.data.counter import bits, key_of, permute, uniform
 from ccq.data.sources import Inputs, Piece
+from ccq.files import read_toml
 from ccq.names import nearest
 
-FORMS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # {name: its texts}
+FORMS = read_toml(Path(__file__).with_suffix(".toml"))  # {name: its texts}
 MOST = 4  # needles in a document
 SMALLEST, NUMBERS = 1_000_000, 9_000_000  # seven digits
 NOISE = "the grass is green. the sky is blue. the sun is yellow"  # of RULER's noise haystack

@@ -30,7 +30,7 @@ from typing import Any
 from ccq import shipped, tables
 from ccq.cli import COMMANDS, function_at
 from ccq.doctor import best_device, check_device
-from ccq.files import write_json
+from ccq.files import read_toml, write_json
 from ccq.names import duration, plural
 from ccq.systems import SYSTEMS, compared, recipe_name
 
@@ -38,6 +38,7 @@ TRAINED = ("gla-unit", "ccq-gla", "gla-projected")  # the control first
 TRIO = {f"{system}-pico": system for system in compared("ccq-gla")}  # that ship
 STATE, LOG, TINY = "demo.json", "log.txt", "_tiny-seed"
 LOUD = ("train", "regimes")  # commands that are seen at work
+WORDS = read_toml(Path(__file__).with_name("words.toml"))
 
 
 @dataclass
@@ -273,19 +274,13 @@ def notes(settings: Settings, steps: list[Step]) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             told = read(shipped.root() / name / "results.json")
             share = told["data"]["needle_tokens"] / told["data"]["tokens"]
-            said.append(
-                f"The models that ship were trained on windows of {told['window']:,} tokens of text, {share:.0%} of it "
-                "documents with needles: they were trained on this task."
-                + (f" They have a convolution over {told['conv_size']} tokens too." if told["conv_size"] else "")
-            )
+            more = WORDS["convolution"] if told["conv_size"] else ""
+            said.append((WORDS["shipped"] + more).format(**told, share=share))
     found = {name: read(settings.out / name / "niah.json")["scores"].values() for name in ship}
     none = [name for name in ship if not any(score["value"] for score in found[name])]
     if none and len(none) < len(ship):
-        said.append(
-            f"{' and '.join(none)} found no needle at all: {'it' if len(none) == 1 else 'they'} did not learn to "
-            "retrieve in one run of training, with the same data and steps as the others, which may be chance. That is "
-            "no finding about the norm or about cleaning."
-        )
+        they = "it" if len(none) == 1 else "they"
+        said.append(WORDS["none_found"].format(who=" and ".join(none), they=they))
     return said
 
 

@@ -28,6 +28,7 @@ from torch.nn.functional import normalize
 
 import ccq
 from ccq import tables
+from ccq.files import read_toml
 
 T, K = 512, 64
 NEEDLE = 170  # where the needle is stored
@@ -148,13 +149,7 @@ def show(results: dict[str, Result]) -> None:
             rows.append((f"{lam:g}", *cells))
         title = f"{STEPS[step]}\nneedle minus best distractor (rank of the needle)"
         tables.show(("lam", *REGIMES.values()), rows, title, left=0)
-    console.print(
-        "This is a constructed example. It shows the mechanism, and the first column is the regime it is made for. In "
-        "the second cleaning does harm, in the third it moves no key past the needle: what it is worth in a model "
-        "depends on which of these the model's keys and queries are in, and that only training and evaluation can "
-        "tell. A lam of the projected step is a share of what q has along Sigma q, so the same lam takes more away; in "
-        "the third regime it mostly shortens q, which the norm behind a model's memory takes out again."
-    )
+    console.print(read_toml(Path(__file__).with_name("words.toml"))["regimes"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
+from ccq.files import read_toml
 
-TASKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TASKS = read_toml(Path(__file__).with_suffix(".toml"))
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
 BOOLQ_NOTE = (

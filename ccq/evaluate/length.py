@@ -13,7 +13,6 @@ Intervals resample documents.
 from __future__ import annotations
 
 import itertools
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,10 @@ from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
 from ccq.evaluate.statistics import LEAST_UNITS, by_group, summary
 from ccq.evaluate.suite import Option, Suite, lengths_option, positive
+from ccq.files import read_toml
 from ccq.shipped import book
 
-KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KNOWN = read_toml(Path(__file__).with_suffix(".toml"))
 CORPORA = {name: told["file"] for name, told in KNOWN.items() if "file" in told}
 NOT_ON_HUB = ("elife",)  # in this form
 LENGTHS = tuple(range(4096, 20_481, 2048))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import re
 import string
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,11 +23,12 @@ from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, by_group, summary
 from ccq.evaluate.suite import Suite, max_lengths_option
+from ccq.files import read_toml
 
 FIELDS = ["input", "context", "answers", "all_classes", "dataset"]
 MAX_LENGTHS = (8192, 4096)  # prompt and output together; the paper does not say which it took
 
-TASKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # {name: prompt, tokens, metric}
+TASKS = read_toml(Path(__file__).with_suffix(".toml"))  # {name: prompt, tokens, metric}
 OWN = ("passage_count", "passage_retrieval_en")  # of LongBench's English tasks: those that the paper leaves out
 PAPERS = tuple(task for task in TASKS if task not in OWN)
 ENGLISH = tuple(task for task in TASKS if task not in ("lcc", "repobench-p"))

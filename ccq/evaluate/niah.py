@@ -18,7 +18,6 @@ import hashlib
 import importlib.metadata
 import itertools
 import re
-import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,10 +31,11 @@ from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import by_group, summary
 from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
+from ccq.files import read_toml
 from ccq.names import grouped
 from ccq.shipped import book
 
-_TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TOLD = read_toml(Path(__file__).with_suffix(".toml"))
 KNOWN, SIZINGS, KEYS = _TOLD["tasks"], _TOLD["sizings"], _TOLD["keys"]
 TASKS = tuple(task for task in KNOWN if task != "niah_book")  # RULER's
 LENGTHS = (1024, 2048, 4096, 8192)

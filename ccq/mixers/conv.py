@@ -78,10 +78,6 @@ class ShortConv(nn.Module):
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return (F.silu(y) if self.silu else y).to(dtype)
 
-    def step(self, x: Float[Tensor, "B C"], state: Float[Tensor, "B C W1"], backend: str = "auto") -> Tensor:
-        """y [B, C] for one more token of each sequence; `state` is updated in place."""
-        return step_together([self], [x], state, backend)[0]
-
 
 class GluonConv(torch.autograd.Function):
     """fla's convolution in Gluon, which computes in the backward again what it needs. fla itself takes it only where an
@@ -110,7 +106,10 @@ class GluonConv(torch.autograd.Function):
 def step_together(
     convs: Sequence[ShortConv], xs: Sequence[Float[Tensor, "B C"]], state: Float[Tensor, "B C2 W1"], backend: str
 ) -> list[Tensor]:
-    """`step` of convolutions of one width, without bias if several, whose channels follow each other in one state."""
+    """y [B, C] of each for one more token of the sequences; `state` is updated in place.
+
+    The convolutions are of one width, without bias if several; their channels follow each other in the state.
+    """
     if choose("conv_step", Call(xs[0].device, xs[0].dtype), backend) == "triton":
         from ccq.mixers import kernels  # imports Triton
 

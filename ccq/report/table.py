@@ -5,18 +5,18 @@ Text may hold **bold**, `code` and [words](#place); all else is plain.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ccq.files import read_toml
 from ccq.systems import SYSTEMS, Identity
 
 if TYPE_CHECKING:
     from ccq.report.collect import Source
 
-WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+WORDS = read_toml(Path(__file__).with_name("words.toml"))
 
 
 @dataclass

@@ -26,19 +26,14 @@ def main(argv: Sequence[str]) -> int:
         epilog=f"The environment variable {KEY} is the key that clients must show; other hosts than the loopback "
         "address want one.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a shipped model, a run, a from_pretrained folder, or a name on the Hub"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a shipped model, a run, a from_pretrained folder, or a name on the Hub")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     add_run_options(parser)
-    parser.add_argument("--batch", type=int, default=16, help="requests generated together (default: %(default)s)")
-    parser.add_argument(
-        "--context", type=int, help="maximum tokens of prompt and answer (default: the training length)"
-    )
-    parser.add_argument(
-        "--waiting", type=int, default=512, help="maximum number of waiting requests (default: %(default)s)"
-    )
+    add("--batch", type=int, default=16, help="requests generated together (default: %(default)s)")
+    add("--context", type=int, help="maximum tokens of prompt and answer (default: the training length)")
+    add("--waiting", type=int, default=512, help="maximum number of waiting requests (default: %(default)s)")
     arguments = parser.parse_args(argv)
     key = os.environ.get(KEY) or None
     if not is_loopback(arguments.host) and key is None:

@@ -1,7 +1,5 @@
 """Training: one readable loop for a laptop, one GPU and many, which never loses work."""
 
-from __future__ import annotations
-
 from ccq.errors import UserError
 
 

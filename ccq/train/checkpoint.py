@@ -175,7 +175,10 @@ class Checkpoints:
         if folder.exists():  # damaged: else the run would have gone on from it
             self._remove(folder)
         os.rename(partial, folder)
-        _sync(self.root)
+        if os.name == "posix":  # its name too is to lie on the disk
+            handle = os.open(self.root, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
         for old in [s for s in steps_in(self.root) if s < step][self.keep - 1 :]:
             self._remove(folder_of(self.root, old))
 
@@ -210,11 +213,3 @@ def reason(error: BaseException) -> str:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {reason(inner)}"
     return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder, onto the disk."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ccq.files import read_toml
+
 
 class Gpu(NamedTuple):
-    peak: float  # dense bf16 FLOP/s
-    memory: float  # bytes
-    link: float  # bytes/s that one sends to others of its node: half of NVLink's both ways together, or PCIe
+    """As gpus.toml has it."""
+
+    peak: float
+    memory: float
+    link: float
 
 
-GPUS = {
-    "B200": Gpu(2250e12, 180e9, 900e9),
-    "H200": Gpu(989e12, 141e9, 450e9),
-    "H100": Gpu(989e12, 80e9, 450e9),
-    "A100": Gpu(312e12, 80e9, 300e9),
-    "L40S": Gpu(362e12, 48e9, 32e9),
-    "4090": Gpu(165e12, 24e9, 32e9),
-}
+_TOLD = read_toml(Path(__file__).with_suffix(".toml"))
+GPUS = {name: Gpu(**told) for name, told in _TOLD.items()}
 
 
 def named(name: str) -> str | None:

@@ -100,7 +100,7 @@ def test_steps_are_the_convolution(width, silu, backend):
     state = every[:, 2 : C + 2]
     state.zero_()
     with torch.no_grad():
-        steps = [conv.step(token, state, backend) for token in x.unbind(1)]
+        steps = [step_together([conv], [token], state, backend)[0] for token in x.unbind(1)]
     assert_close("y", ref, torch.stack(steps, 1), 10 * TOLERANCE[dtype])
     assert_close("state", final, state, 10 * TOLERANCE[dtype])
     assert (every[:, :2] == 7).all()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ccq.model import CCQForCausalLM
 from ccq.model.convert import convert, grouped, model_shapes, read_json
-from ccq.model.convert.families import FAMILIES, our_config
+from ccq.model.convert.families import FAMILIES, SIZES, our_config
 
 # Options
 
@@ -174,7 +174,7 @@ def test_sizes_that_follow_from_ratios(source, tmp_path):
     layer |= {"mlp.down_proj.weight": (32, 256)}
     folder = source("gla", make_tensors("gla", layer), intermediate_size=None, hidden_ratio=None)
     assert convert(folder, tmp_path / "x").config.intermediate_size == 256
-    assert FAMILIES["gla"].options(FAMILIES["gla"].reads)["intermediate_size"] == 5632  # of fla's 1.3B models
+    assert SIZES[FAMILIES["gla"].sizes][0](FAMILIES["gla"].reads)["intermediate_size"] == 5632  # of fla's 1.3B models
 
 
 def test_infinity_as_transformers_5_writes_it(source, tmp_path):

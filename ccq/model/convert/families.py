@@ -37,14 +37,6 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
 
-    def options(self, o: dict[str, Any]) -> dict[str, Any]:
-        """Options of CCQConfig beside `same`, of fla's."""
-        return SIZES[self.sizes][0](o) | self.fixed
-
-    def fla_options(self, config: CCQConfig) -> dict[str, Any]:
-        """And back."""
-        return {name: value for name, value in SIZES[self.sizes][1](config).items() if name in self.reads}
-
     def name(self, ours: str, config: CCQConfig) -> str:
         """fla's name of our tensor."""
         for part, theirs in self.names:
@@ -127,15 +119,11 @@ def _mamba2(o: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _mamba2_back(config: CCQConfig) -> dict[str, Any]:
-    return {"num_heads": config.expand * config.hidden_size // config.head_size}
-
-
 # fla's options -> those of CCQConfig, and back
 SIZES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[CCQConfig], dict[str, Any]]]] = {
     "expanded": (_expanded, _expanded_back),
     "heads": (_by_heads, _by_heads_back),
-    "mamba2": (_mamba2, _mamba2_back),
+    "mamba2": (_mamba2, lambda config: {"num_heads": config.expand * config.hidden_size // config.head_size}),
     "mlp": (lambda o: {"intermediate_size": _mlp_size(o)}, _mlp_and_conv_back),
 }
 
@@ -191,7 +179,8 @@ def our_config(raw: dict[str, Any]) -> tuple[CCQConfig, list[str]]:
         raise ValueError("our layers cannot represent this model:" + lines(refused))
     taken = {name: options[name] for name in _DECODER} | {ours: options[name] for ours, name in family.same.items()}
     dtype = raw.get("dtype") or raw.get("torch_dtype")
-    config = CCQConfig(**{**taken, **family.options(options)}, mixer=family.mixer, dtype=dtype)
+    taken |= SIZES[family.sizes][0](options) | family.fixed
+    config = CCQConfig(**taken, mixer=family.mixer, dtype=dtype)
     return config, sorted(name for name in given if name in family.ignored)
 
 
@@ -237,7 +226,7 @@ def fla_config(config: CCQConfig) -> tuple[str, dict[str, Any]]:
         **{name: values[0] for name, (values, _) in family.only.items()},
         **{name: getattr(config, name) for name in _DECODER},
         **{name: getattr(config, ours) for ours, name in family.same.items()},
-        **family.fla_options(config),
+        **{name: value for name, value in SIZES[family.sizes][1](config).items() if name in family.reads},
     }
 
 
