@@ -257,6 +257,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "gated_norm": (TORCH, PASSES),
     "swiglu": (TORCH, PASSES, FEW_ROWS),
     "loss": (TORCH, LAYERS),
+    "adamw": (TORCH, KERNELS),
 }
 # what these fall back to on a GPU is many times slower, so it is said; and a backend that cannot run them is an error
 LOUD = frozenset({"clean_query", "sigma_q", "gate", "recurrence", "decode_step"})

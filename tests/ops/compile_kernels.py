@@ -43,6 +43,7 @@ from ccq.ops.clean.chunk import Gradients, Past, Read, Saved
 from ccq.ops.clean.triton import gate as fused_gate
 from ccq.ops.clean.triton import launch
 from ccq.ops.recurrence import triton as fused_decode
+from ccq.train import adamw
 
 
 class Hopper:
@@ -205,6 +206,16 @@ def between(dtype, size, linear, sigmoid=False, rows=64):
         function.backward(context, torch.empty_like(function.forward(context, *given)))
 
 
+def optimizer(dtype, size):
+    """A step of AdamW, without the sums around it: `dtype` of the gradient."""
+    g, numbers = empty(size, dtype=dtype), [empty(size, dtype=FP32) for _ in range(5)]
+    copy = g if dtype == BF16 else None
+    adamw.adamw_kernel[(1,)](
+        g, *numbers[:3], copy, *numbers[3:], size, 1.0, 0.1, -0.1, -0.1, 0.1, 0.1, 1e-8,
+        COPY=copy is not None, EVEN=size % adamw.BLOCK == 0, BLOCK=adamw.BLOCK,
+    )  # fmt: skip
+
+
 def convolutions(dtype, channels, bias=False, silu=True, B=8):
     """Each x is columns of a wider projection, as Mamba2's is."""
     xs = [torch.empty_strided((B, c), (c + 8, 1), dtype=dtype, device="cuda") for c in channels]
@@ -236,6 +247,8 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 64, "groups": 2, "gated": False, "packed": True, "of": "projected",
                 "decay": "given", "normalize": "stats"}),
     (operator, {"dtype": BF16, "size": 32, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
+    (optimizer, {"dtype": BF16, "size": 8192}),
+    (optimizer, {"dtype": FP32, "size": 100}),
     (between, {"dtype": BF16, "size": 256, "linear": True}),
     (between, {"dtype": FP32, "size": 100, "linear": False, "sigmoid": True, "rows": 3}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
