@@ -205,6 +205,14 @@ def test_what_is_not_dense_is_read_right():
     x = gate.double().transpose(0, 1)
     truth = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * F.silu(up.double().transpose(0, 1))
     assert_close("norm", truth, y, TOLERANCE[torch.float32])
+    total, normed = add_norm(gate.transpose(0, 1), up.transpose(0, 1), torch.ones(16), 1e-6)
+    x = (gate.double() + up.double()).transpose(0, 1)
+    assert_close("total", x, total, TOLERANCE[torch.float32])
+    assert_close("add_norm", x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), normed, TOLERANCE[torch.float32])
+    cotangent = torch.randn(4, 6, 16)  # not dense, once it is turned
+    (d,) = torch.autograd.grad(normed, wide, cotangent.transpose(0, 1), retain_graph=True)
+    (truth,) = torch.autograd.grad(F.rms_norm(gate + up, (16,), None, 1e-6), wide, cotangent)
+    assert_close("gradient", truth, d, 1e-5)
 
 
 def test_less_is_kept_for_the_backward():
