@@ -254,6 +254,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "decay": (TORCH, Implementation("triton", "one launch", unwatched_refuses)),
     "linear": (TORCH, FEW_ROWS),
     "norm": (TORCH, LAYERS),
+    "add_norm": (TORCH, PASSES),
     "gated_norm": (TORCH, PASSES),
     "swiglu": (TORCH, PASSES, FEW_ROWS),
     "loss": (TORCH, LAYERS),
