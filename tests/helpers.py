@@ -23,7 +23,7 @@ BACKENDS = ("reference", "chunk")
 NORMALIZE = ("unit", "none", "stats")
 HALF = (torch.bfloat16, torch.float16)
 # what choose.PLAIN takes kernels from, to compare
-LAYERS = frozenset({"norm", "gated_norm", "swiglu", "loss", "conv", "linear"})
+LAYERS = frozenset({"norm", "add_norm", "gated_norm", "swiglu", "loss", "conv", "linear"})
 
 # Largest relative RMS error against the fp64 reference, by the dtype of the result.
 TOLERANCE = {

@@ -1,4 +1,4 @@
-"""The norms of decoder and mixers: fused kernels on a GPU (fla's, and our own of the gated one), PyTorch elsewhere.
+"""The norms of decoder and mixers: fused kernels on a GPU (our own, and fla's of the rarer ones), PyTorch elsewhere.
 
 Everything is computed in fp32 (fp64 for fp64) and returned in the dtype of x.
 """
@@ -21,6 +21,11 @@ def fused(x: Tensor) -> bool:
     return choose("norm", Call(x.device, x.dtype)) == "fla"
 
 
+def one_pass(op: str, x: Tensor) -> bool:
+    """Whether the kernels of passes.py take `x`."""
+    return choose(op, Call(x.device, x.dtype)) == "passes"
+
+
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
@@ -30,10 +35,10 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(size, eps)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        if fused(x):
-            from fla.modules.norm.layernorm import rms_norm
+        if one_pass("add_norm", x):
+            from ccq.mixers.passes import add_norm  # imports Triton
 
-            return rms_norm(x, self.weight, None, eps=self.eps)
+            return add_norm(x, None, self.weight, self.eps)[1]
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -58,7 +63,7 @@ class GatedRMSNorm(RMSNorm):
 
                 options = {"group_size": x.shape[-1] // self.groups, "norm_before_gate": not self.gate_first}
                 return rmsnorm_fn(x, self.weight, None, z=gate, eps=self.eps, **options)
-        elif self.one_pass(x):
+        elif one_pass("gated_norm", x):
             from ccq.mixers.passes import gated_norm  # imports Triton
 
             return gated_norm(x, gate, self.weight, self.eps, self.sigmoid)
@@ -72,14 +77,12 @@ class GatedRMSNorm(RMSNorm):
             y = y * opened
         return y.to(x.dtype)
 
-    def one_pass(self, x: Tensor) -> bool:
-        return choose("gated_norm", Call(x.device, x.dtype)) == "passes"
-
     def then(
         self, linear: nn.Linear, x: Float[Tensor, "*B H D"], gate: Float[Tensor, "*B H D"]
     ) -> Float[Tensor, "*B O"]:
         """What the Linear makes of the heads, which a training step then need not keep."""
-        if bare(linear) and linear.bias is None and not (self.gate_first or self.groups > 1) and self.one_pass(x):
+        ours = not (self.gate_first or self.groups > 1) and one_pass("gated_norm", x)
+        if ours and bare(linear) and linear.bias is None:
             from ccq.mixers.passes import gated_norm  # imports Triton
 
             return gated_norm(x, gate, self.weight, self.eps, self.sigmoid, linear.weight)

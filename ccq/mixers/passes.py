@@ -2,9 +2,10 @@
 
     swiglu        z = silu(gate) * up
     gated_norm    y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), or sigmoid(gate)
+    add_norm      total = x + y, and total / sqrt(mean(total^2) + eps) * weight
 
-Each may be followed by a Linear. Then what was given is kept for the backward, not what the Linear saw: the pass that
-makes the gradients makes that again, which costs one write and saves a tensor of every layer.
+The first two may be followed by a Linear. Then what was given is kept for the backward, not what the Linear saw: the
+pass that makes the gradients makes that again, which costs one write and saves a tensor of every layer.
 
 Sums are fp32, and everything is rounded when it is stored. N elements, R rows of D channels.
 """
@@ -112,6 +113,52 @@ def gated_norm_backward_kernel(
     tl.store(d_weight + program * D + col, tl.sum(part, 0), mask=col < D)
 
 
+@triton.jit
+def add_norm_forward_kernel(
+    x, y, weight, total, normed, scale, rows, eps,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BT
+    at, inside = tile(first, rows, D, BT, BD)
+    a = tl.load(x + first * D + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        a += tl.load(y + first * D + at, mask=inside, other=0.0).to(tl.float32)
+        stored = a.to(total.dtype.element_ty)
+        tl.store(total + first * D + at, stored, mask=inside)
+        a = stored.to(tl.float32)  # the backward knows no other
+    col, row = tl.arange(0, BD), tl.arange(0, BT)
+    w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
+    r = 1.0 / tl.sqrt_rn(tl.sum(a * a, 1) / D + eps)
+    tl.store(normed + first * D + at, a * r[:, None] * w[None, :], mask=inside)
+    tl.store(scale + first + row, r, mask=row < rows - first)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def add_norm_backward_kernel(
+    total, weight, scale, d_total, d_normed, d_x, d_weight, rows, tiles,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """`tiles` times BT rows; d_weight gets this program's part."""
+    program = tl.program_id(0).to(tl.int64)
+    col, row = tl.arange(0, BD), tl.arange(0, BT)
+    w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+    part = tl.zeros([BT, BD], tl.float32)
+    for i in range(tiles):
+        first = (program * tiles + i) * BT
+        at, inside = tile(first, rows, D, BT, BD)
+        a = tl.load(total + first * D + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_normed + first * D + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(scale + first + row, mask=row < rows - first, other=0.0)[:, None]
+        # not after the sum along a row, for which all threads wait
+        past = tl.load(d_total + first * D + at, mask=inside, other=0.0).to(tl.float32) if ADD else 0.0
+        unit = a * r
+        part += d * unit
+        d = d * w
+        along = tl.sum(d * unit, 1) / D
+        tl.store(d_x + first * D + at, past + (d - unit * along[:, None]) * r, mask=inside)
+    tl.store(d_weight + program * D + col, tl.sum(part, 0), mask=col < D)
+
+
 class SwiGLU(torch.autograd.Function):
     @staticmethod
     @custom_fwd(device_type="cuda")
@@ -170,6 +217,42 @@ class GatedNorm(torch.autograd.Function):
         return dx, d_gate, parts.sum(0).to(weight.dtype), None, None, d_linear
 
 
+class AddNorm(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cuda")
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, y, weight = x.contiguous(), None if y is None else y.contiguous(), weight.contiguous()
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        ctx.shape = {"D": size, "BT": cdiv(BLOCK, power_of_2(size)), "BD": power_of_2(size)}
+        ctx.shape["num_warps"] = 8 if size <= 4096 else 16  # of a row of 2048, 16 bytes a thread
+        total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        add_norm_forward_kernel[(cdiv(rows, ctx.shape["BT"]),)](
+            x, y, weight, total, normed, scale, rows, eps, ADD=y is not None, **ctx.shape
+        )
+        ctx.save_for_backward(total, weight, scale)
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    @custom_bwd(device_type="cuda")
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+        has_y = ctx.needs_input_grad[1]
+        if d_normed is None:
+            return d_total, d_total if has_y else None, None, None
+        total, weight, scale = ctx.saved_tensors
+        d_total, d_normed = None if d_total is None else d_total.contiguous(), d_normed.contiguous()
+        d_x, tiles = torch.empty_like(total), cdiv(scale.numel(), ctx.shape["BT"])
+        programs = min(PROGRAMS // 2, tiles)  # the parts are as wide as the model
+        parts = torch.empty(programs, total.shape[-1], dtype=torch.float32, device=total.device)
+        add_norm_backward_kernel[(programs,)](
+            total, weight, scale, d_total, d_normed, d_x, parts, scale.numel(), cdiv(tiles, programs),
+            ADD=d_total is not None, **ctx.shape,
+        )  # fmt: skip
+        return d_x, d_x if has_y else None, parts.sum(0).to(weight.dtype), None
+
+
 def back(d_out: Tensor, weight: Tensor) -> Tensor:
     """The gradient of what a Linear saw, dense."""
     return d_out.flatten(0, -2) @ weight
@@ -189,3 +272,8 @@ def gated_norm(
 ) -> Tensor:
     """The norm of the last dimension, gated; with the weight of a Linear, what it makes of the last two, flattened."""
     return GatedNorm.apply(x, gate, weight, eps, sigmoid, linear)
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y and its norm, in the dtype of x. Without y: x, so that the backward adds the gradients of both."""
+    return AddNorm.apply(x, y, weight, eps)

@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ccq.mixers import LayerState, Sequences, make_mixer
 from ccq.mixers.linear import bare, few_rows, project, watched
-from ccq.mixers.norms import RMSNorm, fused
+from ccq.mixers.norms import RMSNorm, one_pass
 from ccq.model import sampling
 from ccq.model.cache import CCQCache
 from ccq.model.config import CCQConfig
@@ -66,14 +66,13 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def add_norm(x: Float[Tensor, "*B D"], y: Float[Tensor, "*B D"], norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """x + y, and its norm: one pass over memory on a GPU."""
-    if fused(x):
-        from fla.modules.norm.layernorm import rms_norm
+def add_norm(x: Float[Tensor, "*B D"], y: Float[Tensor, "*B D"] | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + y, and its norm: one pass over memory each way on a GPU, unless somebody waits for a call of the norm."""
+    if one_pass("add_norm", x) and type(norm) is RMSNorm and not watched(norm):
+        from ccq.mixers import passes  # imports Triton
 
-        normed, total = rms_norm(y, norm.weight, None, residual=x, eps=norm.eps, prenorm=True)
-        return total, normed
-    x = x + y
+        return passes.add_norm(x, y, norm.weight, norm.eps)
+    x = x if y is None else x + y
     return x, norm(x)
 
 
@@ -91,7 +90,8 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        y, state = self.mixer(self.mixer_norm(x), seqs, state, output_state)
+        x, h = add_norm(x, None, self.mixer_norm)  # its backward adds the two gradients of x
+        y, state = self.mixer(h, seqs, state, output_state)
         x, y = self.rest(x, y)
         return x + y, state
 
@@ -99,7 +99,7 @@ class Block(GradientCheckpointingLayer):
         self, x: Float[Tensor, "B D"], y: Float[Tensor, "B D"] | None, state: LayerState, positions: Int[Tensor, " B"]
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
         """As `forward` for one token of x + y; x and y of the next block, so that its norm can add them."""
-        x, h = (x, self.mixer_norm(x)) if y is None else add_norm(x, y, self.mixer_norm)
+        x, h = add_norm(x, y, self.mixer_norm)
         return self.rest(x, self.mixer.step(h, state, positions))
 
     def rest(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ class CCQModel(CCQPreTrainedModel):
         for layer, state in zip(self.blocks(), states, strict=True):
             x, y = layer.step(x, y, state, lengths)
         lengths.add_(1)
-        return self.norm(x) if y is None else add_norm(x, y, self.norm)[1]
+        return add_norm(x, y, self.norm)[1]
 
     def embed(self, ids: Tensor | None, embeds: Tensor | None) -> Float[Tensor, "B T D"]:
         """The tokens' embeddings, unless those are given."""

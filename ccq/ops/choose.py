@@ -254,9 +254,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "decay": (TORCH, Implementation("triton", "one launch", unwatched_refuses)),
     "linear": (TORCH, FEW_ROWS),
     "norm": (TORCH, LAYERS),
+    "add_norm": (TORCH, PASSES),
     "gated_norm": (TORCH, PASSES),
     "swiglu": (TORCH, PASSES, FEW_ROWS),
     "loss": (TORCH, LAYERS),
+    "adamw": (TORCH, KERNELS),
 }
 # what these fall back to on a GPU is many times slower, so it is said; and a backend that cannot run them is an error
 LOUD = frozenset({"clean_query", "sigma_q", "gate", "recurrence", "decode_step"})

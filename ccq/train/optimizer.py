@@ -99,9 +99,11 @@ def squared_norms(gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _squares(tensors: list[Tensor]) -> Tensor:
     filled = [x for x in tensors if x.numel()]  # a rank may hold nothing of a small tensor
-    if not filled:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(filled)).double().square().sum()
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(x.dtype for x in filled):  # one launch each; bf16 would round the norms of bf16
+        same = [x for x in filled if x.dtype == dtype]
+        norms += torch._foreach_norm(same, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def scale_(gradients: list[Tensor], factor: float | Tensor) -> None:

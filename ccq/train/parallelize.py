@@ -34,6 +34,7 @@ class Prepared:
     masters: dict[str, Tensor]  # what is optimized and saved; gradients are here after a backward
     whole: list[Tensor]  # those of them that every rank has, and whose gradients are still to be added up
     copies: list[tuple[Tensor, Tensor]]  # (computed with, its master), where they are two tensors
+    collects: bool = True  # whether masters get the gradients of their copies, in which micro-batches add up
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -41,7 +42,8 @@ class Prepared:
         return {name: x for name, x in self.masters.items() if x.requires_grad}
 
     def gradients(self) -> list[Tensor]:
-        return [x.grad for x in self.masters.values() if x.grad is not None]
+        copies = () if self.collects else (copy for copy, _ in self.copies)
+        return [x.grad for x in (*copies, *self.masters.values()) if x.grad is not None]
 
     def sum_whole(self) -> None:
         """Add up over ranks what FSDP does not."""
@@ -51,6 +53,10 @@ class Prepared:
             dist.all_reduce(flat)
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def zero_grad(self) -> None:
+        for x in (*self.masters.values(), *(copy for copy, _ in self.copies)):
+            x.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -128,18 +134,22 @@ def shard(model: CCQForCausalLM, config: Config, world: World) -> Prepared:
 
 def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> Prepared:
     """Weights in `dtype` to compute with, masters as they were to optimize, in which gradients are added up."""
-    masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    masters: dict[str, Tensor] = {
+        name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()
+    }
     nn.Module.to(model, dtype)  # transformers wraps its own
-    copies: list[tuple[Tensor, Tensor]] = []
+    prepared = Prepared(model, masters, [], [])
     for name, parameter in model.named_parameters():
         if parameter.dtype == masters[name].dtype:  # a delicate one: it is its own master
             masters[name] = parameter
             continue
-        copies.append((parameter, masters[name]))
+        prepared.copies.append((parameter, masters[name]))
         if not parameter.requires_grad:
             continue
 
         def collect(p: Tensor, master: Tensor = masters[name]) -> None:
+            if not prepared.collects:
+                return
             assert p.grad is not None
             if master.grad is None:
                 master.grad = p.grad.to(master.dtype)
@@ -148,4 +158,4 @@ def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> 
             p.grad = None
 
         parameter.register_post_accumulate_grad_hook(collect)
-    return Prepared(model, dict(masters), [], copies)
+    return prepared

@@ -75,13 +75,14 @@ def plan(name: str, config: Config, gpus: int, gpu: str | None = None) -> Plan:
 def weight_bytes(model: Info, config: Config, gpus: int) -> float:
     """fp32 weights, gradients and two moments, shared by the GPUs; and what is computed with, in bf16.
 
-    One GPU keeps bf16 copies of all weights. Of many, each has the embedding and head whole, and two layers (one that
-    is computed with, one on its way) with their gradients.
+    One GPU keeps bf16 copies of all weights, and bf16 gradients where no micro-batches add up. Of many,
+    each has the embedding and head whole, and two layers (one that is computed with, one on its way) with their
+    gradients.
     """
     parameters = model.body + model.embedding
     full = 16.0 * parameters / gpus
     if gpus == 1:
-        return full + (2.0 * parameters if config.dtype == "bf16" else 0.0)
+        return full + (2.0 * parameters if config.dtype == "bf16" and accumulation(config, 1) > 1 else 0.0)
     width = 2.0 if config.dtype == "bf16" else 4.0
     layer = model.body / model.config.num_hidden_layers
     return full + width * (2 * model.embedding + 2 * 2 * layer)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ccq.data.batches import IGNORE, Batch
 from ccq.data.counter import key_of
 from ccq.names import first_line
+from ccq.ops.choose import Call, choose
 from ccq.train import RunError
 from ccq.train.config import Config
 from ccq.train.monitor import Gates, call
@@ -66,6 +67,9 @@ class Trainer:
         self.progress = {"step": 0, "skipped": 0, "in_a_row": 0}
 
         self.on_device = world.size == 1 and world.device.type == "cuda"  # who decides
+        kinds = {x.dtype for x in self.prepared.trained.values()}
+        self.one_pass = self.on_device and kinds == {torch.float32}
+        self.one_pass &= choose("adamw", Call(world.device, torch.float32)) == "triton"
         self.scored = torch.ones((), device=world.device)
         # the fused kernel reads the rate on the device, in fp32
         place, kind = (world.device, torch.float32) if self.on_device else (torch.device("cpu"), torch.float64)
@@ -162,6 +166,7 @@ class Trainer:
 
     def run(self, batches: Sequence[Batch]) -> Found:
         """The step, kernel by kernel."""
+        self.prepared.collects = len(batches) > 1 or not self.one_pass
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for batch in batches:
             out = call(self.model, batch, self.world.device)
@@ -182,8 +187,20 @@ class Trainer:
             whole = squares + same
         norm = whole.sqrt()
         finite = loss.isfinite() & norm.isfinite()
-        if clip is not None:
-            factor = (clip / norm).clamp(max=1)
+        factor = torch.ones_like(norm) if clip is None else (clip / norm).clamp(max=1)
+        if self.one_pass:
+            from ccq.train import adamw  # imports Triton
+
+            adamw.update(self.optimizer, self.prepared.copies, finite, self.lr, factor)
+        else:
+            self.take_step(gradients, finite, factor)
+            self.prepared.refresh()
+        self.prepared.zero_grad()
+        return Found(torch.stack([loss, norm]), self.gates.collect())
+
+    def take_step(self, gradients: list[Tensor], finite: Bool[Tensor, ""], factor: Float[Tensor, ""]) -> None:
+        """By PyTorch's AdamW."""
+        if self.config.optimizer.clip is not None:
             if self.on_device:
                 scale_(gradients, factor.to(gradients[0].dtype))
             elif factor < 1:
@@ -196,6 +213,3 @@ class Trainer:
             self.optimizer.found_inf = self.not_finite  # type: ignore[attr-defined]
         if self.on_device or finite:
             self.optimizer.step()
-        self.prepared.refresh()
-        self.optimizer.zero_grad()
-        return Found(torch.stack([loss, norm]), self.gates.collect())

@@ -43,6 +43,7 @@ from ccq.ops.clean.chunk import Gradients, Past, Read, Saved
 from ccq.ops.clean.triton import gate as fused_gate
 from ccq.ops.clean.triton import launch
 from ccq.ops.recurrence import triton as fused_decode
+from ccq.train import adamw
 
 
 class Hopper:
@@ -191,6 +192,8 @@ class Context:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
+    def set_materialize_grads(self, value: bool) -> None: ...
+
 
 def between(dtype, size, linear, sigmoid=False, rows=64):
     """What lies between products in training; with a Linear after it, what that sees is stored again."""
@@ -203,6 +206,24 @@ def between(dtype, size, linear, sigmoid=False, rows=64):
         context = Context()
         context.needs_input_grad = tuple(part is not None for part in given)
         function.backward(context, torch.empty_like(function.forward(context, *given)))
+
+
+def optimizer(dtype, size):
+    """A step of AdamW, without the sums around it: `dtype` of the gradient."""
+    g, numbers = empty(size, dtype=dtype), [empty(size, dtype=FP32) for _ in range(5)]
+    copy = g if dtype == BF16 else None
+    adamw.adamw_kernel[(1,)](
+        g, *numbers[:3], copy, *numbers[3:], size, 1.0, 0.1, -0.1, -0.1, 0.1, 0.1, 1e-8,
+        COPY=copy is not None, EVEN=size % adamw.BLOCK == 0, BLOCK=adamw.BLOCK,
+    )  # fmt: skip
+
+
+def add_norm(dtype, size, add, rows=64):
+    """`add`: a y forward, and a gradient of the total backward."""
+    x, context = empty(rows, size, dtype=dtype), Context()
+    context.needs_input_grad = (True, add, True, False)
+    total, normed = passes.AddNorm.forward(context, x, x if add else None, empty(size, dtype=dtype), 1e-6)
+    passes.AddNorm.backward(context, total if add else None, normed)
 
 
 def convolutions(dtype, channels, bias=False, silu=True, B=8):
@@ -236,8 +257,12 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (operator, {"dtype": BF16, "size": 64, "groups": 2, "gated": False, "packed": True, "of": "projected",
                 "decay": "given", "normalize": "stats"}),
     (operator, {"dtype": BF16, "size": 32, "packed": True, "of": "projected", "decay": "learned", "centred": False}),
+    (optimizer, {"dtype": BF16, "size": 8192}),
+    (optimizer, {"dtype": FP32, "size": 100}),
     (between, {"dtype": BF16, "size": 256, "linear": True}),
     (between, {"dtype": FP32, "size": 100, "linear": False, "sigmoid": True, "rows": 3}),
+    (add_norm, {"dtype": BF16, "size": 2048, "add": True, "rows": 32768}),
+    (add_norm, {"dtype": FP32, "size": 100, "add": False, "rows": 3}),
     (gate, {"dtype": BF16, "size": 64, "rows": 40, "heads": 32}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gla"}),
     (decode, {"dtype": BF16, "size": 256, "mixer": "gated_deltanet", "B": 1}),

@@ -193,7 +193,7 @@ def test_plan_finds_what_ships():
 
 
 def test_memory_of_a_plan_counts_every_byte_of_the_weights(results):
-    """On one GPU: fp32 masters, gradients, two moments, bf16 copies: 18 bytes a parameter."""
+    """On one GPU: fp32 masters, gradients, two moments, bf16 copies: 18 bytes a parameter, 16 with bf16 gradients."""
     config = recipe("gla_500m")
     from ccq.model import CCQForCausalLM
 
@@ -201,6 +201,9 @@ def test_memory_of_a_plan_counts_every_byte_of_the_weights(results):
         parameters = sum(p.numel() for p in CCQForCausalLM(model_config(config.model)).parameters())
     one = plan.plan("gla_500m", config, 1)
     assert one.weights == 18 * parameters
+    config.runtime.micro_batch = config.data.batch
+    assert plan.plan("gla_500m", config, 1).weights == 16 * parameters
+    config.runtime.micro_batch = recipe("gla_500m").runtime.micro_batch
     eight = plan.plan("gla_500m", config, 8)
     assert 2 * parameters < eight.weights < 5 * parameters
     config.runtime.activation_checkpointing = True

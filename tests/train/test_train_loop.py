@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from train_helpers import EOS, SYSTEMS, contents, log_of, losses, names, small, write_shards
+from train_helpers import EOS, SYSTEMS, contents, log_of, losses, names, small, steps_of, write_shards
 
 from ccq.data.batches import IGNORE, Steps
 from ccq.data.shards import TokenShards
@@ -33,11 +33,6 @@ CURVES = Path(__file__).with_name("curves.json")
 def world():
     with join("cpu") as world:
         yield world
-
-
-def steps_of(trainer, count, accumulate=1):
-    batches = iter(Steps(train_source(trainer.config), accumulate=accumulate))
-    return [trainer.step(next(batches)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

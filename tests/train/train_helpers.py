@@ -13,11 +13,18 @@ import numpy as np
 import torch
 
 from ccq.data import shards
+from ccq.data.batches import Steps
 from ccq.train.config import Config, Data, Optimizer, Runtime, preset
+from ccq.train.data import train_source
 
 SYSTEMS = ("transformer", "mamba2", "gla", "gla-hedgehog", "gated-deltanet", "ccq-gla", "ccq-gated-deltanet")
 EOS = 0
 SLICES = ((16, 2, 300), (24, 3, 300))
+
+
+def steps_of(trainer, count, accumulate=1):
+    batches = iter(Steps(train_source(trainer.config), accumulate=accumulate))
+    return [trainer.step(next(batches)) for _ in range(count)]
 
 
 def small(system="ccq-gla", *, steps=20, dtype="fp64", seed=0, path=None, **changes) -> Config:
