@@ -69,7 +69,8 @@ def update(
         found = [each for each in found if each[1] is not None]
         if not found:
             continue
-        torch._foreach_add_([optimizer.state[master]["step"] for master, _, _ in found], numbers[0])
+        steps = [optimizer.state[master]["step"] for master, _, _ in found]
+        torch._foreach_add_(steps, [numbers[0]] * len(steps))  # one tensor for all would be read by the host
         for master, gradient, copy in found:
             if gradient.stride() != master.stride():  # elements are taken in the order in which they lie
                 gradient = torch.empty_like(master, dtype=gradient.dtype).copy_(gradient)

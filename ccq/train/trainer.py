@@ -150,7 +150,8 @@ class Trainer:
                 found = self.run(inputs)
         except RuntimeError as error:
             how = "take --runtime.no-capture, or --no-capture of `ccq sweep`"
-            raise RunError(f"no CUDA graph of the step ({first_line(error)}): {how}") from error
+            first = error.__context__ or error  # what ended the capture, before the end of it failed too
+            raise RunError(f"no CUDA graph of the step ({first_line(first)}): {how}") from error
         return graph, found
 
     def filled(self, shapes: tuple, batches: list[Batch]) -> list[Batch]:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from helpers import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_helpers import small, steps_of
 
 from ccq.train import adamw
+from ccq.train.optimizer import squared_norms
 from ccq.train.trainer import Trainer
 from ccq.train.world import World
 
@@ -77,6 +79,24 @@ def test_equals_pytorchs(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_pytorchs_on_a_gpu(dtype):
     check(dtype, "cuda")
+
+
+def test_the_host_reads_nothing(monkeypatch):
+    """It would wait for the GPU, and no CUDA graph could be made."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert function != torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    x = torch.nn.Parameter(draw((4, 6), 0, "cpu"))
+    optimizer = optimizer_of([x])
+    x.grad = draw((4, 6), 1, "cpu")
+    monkeypatch.setattr(adamw, "adamw_kernel", {(1,): lambda *arguments, **sizes: None})  # interpreted, it reads
+    with Watch():
+        squared_norms([x.grad, x.grad.bfloat16()])
+        adamw.update(optimizer, [], torch.tensor(True), torch.tensor(0.1), torch.tensor(1.0))
+    assert optimizer.state[x]["step"] == 1
 
 
 def test_a_gradient_that_lies_otherwise_is_put_in_order():
