@@ -12,7 +12,7 @@ added up in one call.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
+class Switch:
+    """What hooks of parameters look at: nothing that holds the model, which could then never be freed."""
+
+    on: bool
+
+
+@dataclass
 class Prepared:
     model: CCQForCausalLM  # what is called
     masters: dict[str, Tensor]  # what is optimized and saved; gradients are here after a backward
     whole: list[Tensor]  # those of them that every rank has, and whose gradients are still to be added up
     copies: list[tuple[Tensor, Tensor]]  # (computed with, its master), where they are two tensors
-    collects: bool = True  # whether masters get the gradients of their copies, in which micro-batches add up
+    # whether masters get the gradients of their copies, in which micro-batches add up
+    collects: Switch = field(default_factory=lambda: Switch(True))
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -42,7 +50,7 @@ class Prepared:
         return {name: x for name, x in self.masters.items() if x.requires_grad}
 
     def gradients(self) -> list[Tensor]:
-        copies = () if self.collects else (copy for copy, _ in self.copies)
+        copies = () if self.collects.on else (copy for copy, _ in self.copies)
         return [x.grad for x in (*copies, *self.masters.values()) if x.grad is not None]
 
     def sum_whole(self) -> None:
@@ -138,17 +146,18 @@ def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> 
         name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()
     }
     nn.Module.to(model, dtype)  # transformers wraps its own
-    prepared = Prepared(model, masters, [], [])
+    copies: list[tuple[Tensor, Tensor]] = []
+    collects = Switch(True)
     for name, parameter in model.named_parameters():
         if parameter.dtype == masters[name].dtype:  # a delicate one: it is its own master
             masters[name] = parameter
             continue
-        prepared.copies.append((parameter, masters[name]))
+        copies.append((parameter, masters[name]))
         if not parameter.requires_grad:
             continue
 
         def collect(p: Tensor, master: Tensor = masters[name]) -> None:
-            if not prepared.collects:
+            if not collects.on:
                 return
             assert p.grad is not None
             if master.grad is None:
@@ -158,4 +167,4 @@ def keep_masters(model: CCQForCausalLM, dtype: torch.dtype = torch.bfloat16) -> 
             p.grad = None
 
         parameter.register_post_accumulate_grad_hook(collect)
-    return prepared
+    return Prepared(model, masters, [], copies, collects)

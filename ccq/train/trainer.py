@@ -167,7 +167,7 @@ class Trainer:
 
     def run(self, batches: Sequence[Batch]) -> Found:
         """The step, kernel by kernel."""
-        self.prepared.collects = len(batches) > 1 or not self.one_pass
+        self.prepared.collects.on = len(batches) > 1 or not self.one_pass
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for batch in batches:
             out = call(self.model, batch, self.world.device)
