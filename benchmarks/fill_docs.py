@@ -27,7 +27,7 @@ from ccq.figures import save
 from ccq.names import nearest
 from ccq.report.collect import Collection, collect
 from ccq.report.page import MARK, Page, build, environment, markdown_words
-from ccq.report.table import SMALL, Block, Cell, Row, Table, marks
+from ccq.report.table import Block, Cell, Row, Table, marks
 
 ROOT = Path(__file__).parents[1]
 WHOLE = "results"
@@ -88,7 +88,7 @@ def short(name: str, page: Page) -> str:
     table = page.tables[name]
     table = replace(table, head=[table.head[0] or table.caption.partition(" (")[0], *table.head[1:]])
     macros: Any = environment().get_template("markdown.j2").module
-    below = [markdown_words(note, short=True) for note in table.notes if not note.startswith(SMALL)]
+    below = [markdown_words(note, short=True) for note in table.notes if not note.startswith("Small print")]
     below.append(origin_of(table, page.tables["sources"]))
     return f"{macros.rows(table, short=True).strip()}\n\n{' '.join(filter(None, below))}".rstrip()
 
