@@ -79,6 +79,10 @@ class Run:
         return not self.identity.repeat and self.path.parent == RUNS
 
     @property
+    def remark(self) -> str:
+        return "" if self.counts else " (repeat)" if self.identity.repeat else " (not counted)"
+
+    @property
     def commit(self) -> str:
         return self.read("provenance.json")[0]["commit"][:7]
 
@@ -186,7 +190,7 @@ def table(head: str, rows: list[list[str]]) -> str:
 def runs_table(found: list[Run]) -> str:
     rows = [
         [
-            f"`{run.identity.system}`", f"{run.identity.seed}{'' if run.counts else ' (not counted)'}", run.commit,
+            f"`{run.identity.system}`", f"{run.identity.seed}{run.remark}", run.commit,
             f"{run.config['optimizer']['lr']:g}", cell(run.perplexity(500), 1), cell(run.perplexity(), 2),
             cell(run.held_out(4096), 2), cell(run.held_out(16384), 2), cell(run.needles, 1), cell(run.angle, 2, "°"),
         ]

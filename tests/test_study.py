@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def run(system, seed):
 def old(system):
     """Seed 0 at the older commit."""
     return STUDY.Run(STUDY.RUNS / "earlier" / f"{system.replace('-', '_')}-seed0")
+
+
+def again(system, seed):
+    """The repeat of a seed."""
+    return STUDY.Run(STUDY.RUNS / f"{system.replace('-', '_')}-seed{seed}-repeat1")
+
+
+def pace(system, seed):
+    """Millions of tokens a second, the median of what the log says."""
+    return statistics.median(x["tokens_per_second"] for x in run(system, seed).log if "tokens_per_second" in x) / 1e6
 
 
 def interval(claim):
@@ -87,7 +98,8 @@ def test_a_run_is_what_the_plan_says(path):
     table = STUDY.runs_table(STUDY.runs())
     rows = [json.loads(line) for line in read_text(path / "log.jsonl").splitlines()]
     perplexity = [row["valid_perplexity"] for row in rows if "valid_perplexity" in row][-1]
-    (line,) = re.findall(rf"^\| `{identity['system']}` \| {identity['seed']} \| .*$", table, re.MULTILINE)
+    repeat = r" \(repeat\)" if identity["repeat"] else ""
+    (line,) = re.findall(rf"^\| `{identity['system']}` \| {identity['seed']}{repeat} \| .*$", table, re.MULTILINE)
     assert f"| {perplexity:.2f} |" in line
     needles = path / "eval" / "niah.json"
     if needles.exists():
