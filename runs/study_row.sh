@@ -7,7 +7,8 @@
 #   ccq eval MODEL --suite length --stage requests --lengths 4096,16384 --limit 20      (both with --data, --out OUT)
 # The rate is the best of three after 25M tokens with seed 1000. SEED=sweep stops there. RATE=2e-3 skips the choice, and
 # REPEAT=1 runs a seed once more, beside the first. TIER=400m trains for four epochs, TIER=micro a larger model; their
-# runs lie in OUT/400m and OUT/micro. What is finished is not run again.
+# runs lie in OUT/400m and OUT/micro. ONLY=train leaves the evaluation for another call. What is finished is not run
+# again. runs/study_queue.py takes many rows.
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
@@ -47,10 +48,11 @@ if [ ! -f "$run/model/config.json" ]; then
     ${REPEAT:+--identity.repeat "$REPEAT"}
   $ccq export "$run" "$run/model" --dtype bf16
 fi
-for suite in niah length; do
-  [ ! -f "$run/eval/$suite.json" ] || continue
+[ "${ONLY:-}" != train ] || exit 0
+if [ ! -f "$run/eval/niah.json" ] || [ ! -f "$run/eval/length.json" ]; then
   mkdir -p "$run/eval/requests"
-  cp "$out/requests/$suite.npz" "$run/eval/requests/"
-  $ccq eval "$run/model" --suite $suite --stage score --out "$run/eval"
-  $ccq eval "$run/model" --suite $suite --stage metrics --out "$run/eval"
-done
+  cp "$out"/requests/{niah,length}.npz "$run/eval/requests/"
+  for stage in score metrics; do # metrics need no GPU, and no weights
+    $ccq eval "$run/model" --suite niah,length --stage $stage --out "$run/eval"
+  done
+fi

@@ -239,3 +239,55 @@ def test_what_a_row_has_finished_is_not_run_again(tmp_path):
 def test_a_command_that_ccq_does_not_take_is_noticed(words, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         check(words, monkeypatch)
+
+
+# Trains for a while, and writes down who takes a step; exports and evaluates what there is.
+FAKE = r"""#!{bash}
+run=""; out=""; model=$2
+for i in $(seq $#); do
+  [ "${{!i}}" != --run-dir ] || {{ j=$((i + 1)); run=${{!j}}; }}
+  [ "${{!i}}" != --out ] || {{ j=$((i + 1)); out=${{!j}}; }}
+done
+case $1 in
+  train)
+    [ "$2" != broken_nano ] || exit 3
+    echo "starts"; mkdir -p "$run"
+    for step in 1 2 3 4 5 6; do sleep 0.15; echo "$run" >> {log}; echo "step $step: loss 1"
+      [ $step != 1 ] || sleep 1; done ;; # for the queue to stop it
+  export) mkdir -p "$3"; touch "$3/config.json" ;;
+  eval) [ -f "$model/config.json" ] || exit 4; touch "$out/niah.json" "$out/length.json" ;;
+esac
+"""
+
+
+@needs_bash
+def test_the_queue_trains_one_run_at_a_time_and_evaluates_all(tmp_path):
+    """The next run starts early, and after its first step waits for the one before; one that fails stops nothing."""
+    fake, log, out = tmp_path / "ccq", tmp_path / "steps", tmp_path / "out"
+    fake.write_text(FAKE.format(bash=BASH, log=log))
+    fake.chmod(0o755)
+    (out / "requests").mkdir(parents=True)
+    for suite in ("niah", "length"):
+        (out / "requests" / f"{suite}.npz").touch()
+    jobs = ["gla_unit:0:2e-3", "broken:0:2e-3", "ccq_gla:1:2e-3:1", "gla_unit:2:2e-3"]
+    done = subprocess.run(
+        [sys.executable, str(RUNS / "study_queue.py"), "data", str(out), *jobs],
+        env={**os.environ, "CCQ": str(fake)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = ["gla_unit-seed0", "ccq_gla-seed1-repeat1", "gla_unit-seed2"]
+    assert "broken-seed0: failed (3)" in done.stdout
+    for name in names:
+        assert (out / name / "eval" / "length.json").exists(), done.stdout
+    steps = [Path(line).name for line in log.read_text().split()]
+    assert all(steps.count(name) == 6 for name in names)
+    taken = [name for at, name in enumerate(steps) if name in steps[:at]]  # without the first of each
+    assert taken == [name for name in names for _ in range(5)]
+
+
+@needs_bash
+def test_the_queue_begins_nothing_when_its_time_is_over(tmp_path):
+    queue = [sys.executable, str(RUNS / "study_queue.py"), "data", str(tmp_path), "--begin-within", "-1"]
+    done = subprocess.run([*queue, "gla_unit:0:2e-3"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "no time for gla_unit-seed0\n")
+    assert not (tmp_path / "queue").exists()
