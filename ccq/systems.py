@@ -1,7 +1,6 @@
 """The one list of systems, systems.toml: what each is made of, what it is called, and what it is compared with.
 
-A run, an export, a result and an analysis carry an
-`Identity`, which says as data what they are of.
+A run, an export, a result and an analysis carry an `Identity`, which says as data what they are of.
 
 >>> SYSTEMS["ccq-gla"].control
 'gla-unit'

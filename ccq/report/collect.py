@@ -261,7 +261,10 @@ def take(file: Path, found: Collection) -> None:
             found.unfinished.append(f"{file.stem} of {out} is not finished: {max(0, answers - 1)} answers, no scores.")
         return
     try:
-        content = json.loads(file.read_text()) if file.stat().st_size <= LARGEST else None
+        if file.stat().st_size > LARGEST:
+            found.problems.append(f"{short} is left out: it is larger than {LARGEST / 2**20:g} MiB, as no result is.")
+            return
+        content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         found.problems.append(f"{short} is damaged and left out: {str(error).splitlines()[0]}.")
         return

@@ -83,6 +83,14 @@ def test_a_packed_log_is_read_as_a_plain_one_and_a_damaged_line_of_it_named(tmp_
     assert found.of("run")[0].records == [plain[0], *plain[2:]]
 
 
+def test_a_file_that_is_too_large_to_be_a_result_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("ccq.report.collect.LARGEST", 2**19)
+    (tmp_path / "weights.json").write_text(json.dumps({"x": "a" * 2**20}))
+    found = collect([tmp_path])
+    assert (found.sources, found.ignored) == ([], [])
+    assert found.problems[0].endswith("/weights.json is left out: it is larger than 0.5 MiB, as no result is.")
+
+
 def test_mixed_commits_versions_samples_and_quick_looks_are_said(tmp_path):
     evaluation(tmp_path / "a", "niah", ONE, "gla-nano")
     evaluation(tmp_path / "b", "niah", ONE, "ccq-gla-nano", **origin("2" * 40, "0.2.0", dirty=True), limit=5,
