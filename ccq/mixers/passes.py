@@ -63,61 +63,12 @@ def tile(first, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def gated_norm_forward_kernel(
-    x, gate, weight, y, scale, rows, eps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SIGMOID: tl.constexpr,
+def norm_forward_kernel(
+    x, y, gate, weight, total, out, scale, rows, eps,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    ADD: tl.constexpr = False, GATED: tl.constexpr = False, SIGMOID: tl.constexpr = False,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BT
-    at, inside = tile(first, rows, D, BT, BD)
-    a = tl.load(x + first * D + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + first * D + at, mask=inside, other=0.0).to(tl.float32)
-    col = tl.arange(0, BD)
-    w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
-    r = 1.0 / tl.sqrt_rn(tl.sum(a * a, 1) / D + eps)
-    s = tl.sigmoid(g)
-    opened = s if SIGMOID else g * s
-    tl.store(y + first * D + at, a * r[:, None] * w[None, :] * opened, mask=inside)
-    row = tl.arange(0, BT)
-    tl.store(scale + first + row, r, mask=row < rows - first)
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def gated_norm_backward_kernel(
-    x, gate, weight, scale, dy, dx, d_gate, d_weight, y, rows, tiles,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SIGMOID: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
-    """`tiles` times BT rows; d_weight gets this program's part."""
-    program = tl.program_id(0).to(tl.int64)
-    col, row = tl.arange(0, BD), tl.arange(0, BT)
-    w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
-    part = tl.zeros([BT, BD], tl.float32)
-    for i in range(tiles):
-        first = (program * tiles + i) * BT
-        at, inside = tile(first, rows, D, BT, BD)
-        a = tl.load(x + first * D + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gate + first * D + at, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(dy + first * D + at, mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(scale + first + row, mask=row < rows - first, other=0.0)[:, None]
-        s = tl.sigmoid(g)
-        opened = s if SIGMOID else g * s
-        slope = s * (1.0 - s) if SIGMOID else s * (1.0 + g * (1.0 - s))
-        unit = a * r
-        if STORE:
-            tl.store(y + first * D + at, unit * w * opened, mask=inside)
-        tl.store(d_gate + first * D + at, d * (unit * w) * slope, mask=inside)
-        d = d * opened
-        part += d * unit
-        d = d * w
-        along = tl.sum(d * unit, 1) / D
-        tl.store(dx + first * D + at, (d - unit * along[:, None]) * r, mask=inside)
-    tl.store(d_weight + program * D + col, tl.sum(part, 0), mask=col < D)
-
-
-@triton.jit
-def add_norm_forward_kernel(
-    x, y, weight, total, normed, scale, rows, eps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+    """ADD: of x + y, which is stored as `total`. GATED: by silu(gate), or sigmoid(gate)."""
     first = tl.program_id(0).to(tl.int64) * BT
     at, inside = tile(first, rows, D, BT, BD)
     a = tl.load(x + first * D + at, mask=inside, other=0.0).to(tl.float32)
@@ -126,19 +77,26 @@ def add_norm_forward_kernel(
         stored = a.to(total.dtype.element_ty)
         tl.store(total + first * D + at, stored, mask=inside)
         a = stored.to(tl.float32)  # the backward knows no other
+    if GATED:  # not after the sum along a row, for which all threads wait
+        g = tl.load(gate + first * D + at, mask=inside, other=0.0).to(tl.float32)
     col, row = tl.arange(0, BD), tl.arange(0, BT)
     w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
     r = 1.0 / tl.sqrt_rn(tl.sum(a * a, 1) / D + eps)
-    tl.store(normed + first * D + at, a * r[:, None] * w[None, :], mask=inside)
+    normed = a * r[:, None] * w[None, :]
+    if GATED:
+        s = tl.sigmoid(g)
+        normed *= s if SIGMOID else g * s
+    tl.store(out + first * D + at, normed, mask=inside)
     tl.store(scale + first + row, r, mask=row < rows - first)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def add_norm_backward_kernel(
-    total, weight, scale, d_total, d_normed, d_x, d_weight, rows, tiles,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
+def norm_backward_kernel(
+    x, gate, weight, scale, d_total, d_out, d_x, d_gate, d_weight, out, rows, tiles,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    ADD: tl.constexpr = False, GATED: tl.constexpr = False, SIGMOID: tl.constexpr = False, STORE: tl.constexpr = False,
 ):  # fmt: skip
-    """`tiles` times BT rows; d_weight gets this program's part."""
+    """`tiles` times BT rows; d_weight gets this program's part. ADD: d_total to d_x. STORE: what the forward stored."""
     program = tl.program_id(0).to(tl.int64)
     col, row = tl.arange(0, BD), tl.arange(0, BT)
     w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
@@ -146,14 +104,22 @@ def add_norm_backward_kernel(
     for i in range(tiles):
         first = (program * tiles + i) * BT
         at, inside = tile(first, rows, D, BT, BD)
-        a = tl.load(total + first * D + at, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(d_normed + first * D + at, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.load(x + first * D + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_out + first * D + at, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(scale + first + row, mask=row < rows - first, other=0.0)[:, None]
-        # not after the sum along a row, for which all threads wait
         past = tl.load(d_total + first * D + at, mask=inside, other=0.0).to(tl.float32) if ADD else 0.0
-        unit = a * r
+        unit *= r
+        if GATED:
+            g = tl.load(gate + first * D + at, mask=inside, other=0.0).to(tl.float32)
+            s = tl.sigmoid(g)
+            opened = s if SIGMOID else g * s
+            slope = s * (1.0 - s) if SIGMOID else s * (1.0 + g * (1.0 - s))
+            if STORE:
+                tl.store(out + first * D + at, unit * w * opened, mask=inside)
+            tl.store(d_gate + first * D + at, d * (unit * w) * slope, mask=inside)
+            d *= opened
         part += d * unit
-        d = d * w
+        d *= w
         along = tl.sum(d * unit, 1) / D
         tl.store(d_x + first * D + at, past + (d - unit * along[:, None]) * r, mask=inside)
     tl.store(d_weight + program * D + col, tl.sum(part, 0), mask=col < D)
@@ -192,8 +158,10 @@ class GatedNorm(torch.autograd.Function):
         x, gate, weight = x.contiguous(), gate.contiguous(), weight.contiguous()
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         y, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
-        ctx.shape = {"D": size, "BT": cdiv(BLOCK, power_of_2(size)), "BD": power_of_2(size), "SIGMOID": sigmoid}
-        gated_norm_forward_kernel[(cdiv(rows, ctx.shape["BT"]),)](x, gate, weight, y, scale, rows, eps, **ctx.shape)
+        ctx.shape = {"D": size, "BT": cdiv(BLOCK, power_of_2(size)), "BD": power_of_2(size)}
+        ctx.shape |= {"GATED": True, "SIGMOID": sigmoid}
+        grid = (cdiv(rows, ctx.shape["BT"]),)
+        norm_forward_kernel[grid](x, None, gate, weight, None, y, scale, rows, eps, **ctx.shape)
         ctx.save_for_backward(x, gate, weight, scale, linear)
         return y if linear is None else F.linear(y.flatten(-2), linear)
 
@@ -209,8 +177,8 @@ class GatedNorm(torch.autograd.Function):
         tiles = cdiv(scale.numel(), ctx.shape["BT"])
         programs = min(PROGRAMS, tiles)
         parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-        gated_norm_backward_kernel[(programs,)](
-            x, gate, weight, scale, dy, dx, d_gate, parts, y, scale.numel(), cdiv(tiles, programs),
+        norm_backward_kernel[(programs,)](
+            x, gate, weight, scale, None, dy, dx, d_gate, parts, y, scale.numel(), cdiv(tiles, programs),
             STORE=y is not None, num_warps=8, **ctx.shape,
         )  # fmt: skip
         d_linear = None if y is None else of_weight(d_out, y.flatten(-2))
@@ -227,8 +195,8 @@ class AddNorm(torch.autograd.Function):
         ctx.shape["num_warps"] = 8 if size <= 4096 else 16  # of a row of 2048, 16 bytes a thread
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        add_norm_forward_kernel[(cdiv(rows, ctx.shape["BT"]),)](
-            x, y, weight, total, normed, scale, rows, eps, ADD=y is not None, **ctx.shape
+        norm_forward_kernel[(cdiv(rows, ctx.shape["BT"]),)](
+            x, y, None, weight, total, normed, scale, rows, eps, ADD=y is not None, **ctx.shape
         )
         ctx.save_for_backward(total, weight, scale)
         ctx.set_materialize_grads(False)
@@ -246,8 +214,8 @@ class AddNorm(torch.autograd.Function):
         d_x, tiles = torch.empty_like(total), cdiv(scale.numel(), ctx.shape["BT"])
         programs = min(PROGRAMS // 2, tiles)  # the parts are as wide as the model
         parts = torch.empty(programs, total.shape[-1], dtype=torch.float32, device=total.device)
-        add_norm_backward_kernel[(programs,)](
-            total, weight, scale, d_total, d_normed, d_x, parts, scale.numel(), cdiv(tiles, programs),
+        norm_backward_kernel[(programs,)](
+            total, None, weight, scale, d_total, d_normed, d_x, None, parts, None, scale.numel(), cdiv(tiles, programs),
             ADD=d_total is not None, **ctx.shape,
         )  # fmt: skip
         return d_x, d_x if has_y else None, parts.sum(0).to(weight.dtype), None
