@@ -7,12 +7,16 @@
 #   ccq eval MODEL --suite length --stage requests --lengths 4096,16384 --limit 20      (both with --data, --out OUT)
 # The rate is the best of three after 25M tokens with seed 1000. SEED=sweep stops there. RATE=2e-3 skips the choice, and
 # REPEAT=1 runs a seed once more, beside the first. TIER=400m trains for four epochs, TIER=micro a larger model; their
-# runs lie in OUT/400m and OUT/micro. ONLY=train leaves the evaluation for another call. What is finished is not run
-# again. runs/study_queue.py takes many rows.
+# runs lie in OUT/400m and OUT/micro. TIER=pico RATE=3e-3 trains what may ship, on DATA/train and DATA/valid of
+# runs/prepare_pico.sh (its requests: niah --lengths 512,1024,2048,4096, and length --lengths 2048,4096); its runs lie in
+# OUT/pico. ONLY=train leaves the evaluation for another call. What is finished is not run again. runs/study_queue.py
+# takes many rows.
 set -eu
 row=$1 seed=$2 data=$3 out=$4
 ccq=${CCQ:-ccq}
-common=(--data.path "$data/needles" --data.valid-path "$data/valid" --runtime.workers 1 --runtime.sample-every 0
+text=needles
+[ "${TIER:-}" != pico ] || text=train
+common=(--data.path "$data/$text" --data.valid-path "$data/valid" --runtime.workers 1 --runtime.sample-every 0
   --runtime.checkpoint-every 100000 --runtime.no-tensorboard)
 case $row in *gla*) common+=(--model.conv-size 4) ;; esac
 rates=(1e-3 2e-3 4e-3)
@@ -41,7 +45,8 @@ size=nano
 case ${TIER:-} in
   400m) common+=(--steps 12208 --optimizer.warmup 610) ;;
   micro) size=micro rate=$(python3 -c "print(float('$rate') * 2 / 3)") ;;
-  ?*) echo "TIER: expected 400m or micro, got $TIER" >&2; exit 2 ;;
+  pico) size=pico ;;
+  ?*) echo "TIER: expected 400m, micro or pico, got $TIER" >&2; exit 2 ;;
 esac
 if [ ! -f "$run/model/config.json" ]; then
   $ccq train "${row}_$size" --run-dir "$run" --seed "$seed" --optimizer.lr "$rate" "${common[@]}" \

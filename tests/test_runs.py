@@ -291,3 +291,18 @@ def test_the_queue_begins_nothing_when_its_time_is_over(tmp_path):
     done = subprocess.run([*queue, "gla_unit:0:2e-3"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "no time for gla_unit-seed0\n")
     assert not (tmp_path / "queue").exists()
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("tier", "size", "text"), [("400m", "nano", "needles"), ("micro", "micro", "needles"), ("pico", "pico", "train")]
+)
+def test_a_tier_of_the_study_trains_its_size_on_its_text(tier, size, text, tmp_path, monkeypatch):
+    commands = commands_of(RUNS / "study_row.sh", tmp_path, TIER=tier, RATE="2e-3")
+    for words in commands:
+        check(words, monkeypatch)
+    (train,) = [words for words in commands if words[0] == "train"]
+    assert train[1] == f"ccq_gla_{size}"
+    assert train[train.index("--data.path") + 1] == f"data/{text}"
+    assert train[train.index("--run-dir") + 1] == f"out/{tier}/ccq_gla-seed0"
+    assert train[train.index("--optimizer.lr") + 1] == "2e-3"
