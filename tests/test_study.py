@@ -36,6 +36,13 @@ def pace(system, seed):
     return statistics.median(x["tokens_per_second"] for x in run(system, seed).log if "tokens_per_second" in x) / 1e6
 
 
+def before():
+    """What the paper's step changed on Gated DeltaNet in the runs before the study, by seed."""
+    found = STUDY.ROOT / "benchmarks" / "results" / "nano" / "needles"
+    pairs = [[STUDY.Run(found / f"{x}gated_deltanet-seed{seed}") for x in ("ccq_", "")] for seed in range(3)]
+    return [ours.perplexity() - control.perplexity() for ours, control in pairs]
+
+
 def interval(claim):
     (verdict,) = [verdict for verdict in STUDY.judge(STUDY.runs()) if verdict.name == claim]
     return verdict.interval
