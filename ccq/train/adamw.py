@@ -64,9 +64,12 @@ def update(
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         options = (group["scale"], group["weight_decay"], math.log2(beta1), math.log2(beta2), 1 - beta1, 1 - beta2)
-        found = [(x, x.grad if (copy := copy_of.get(x)) is None or copy.grad is None else copy.grad, copy)
-                 for x in group["params"]]  # fmt: skip
-        found = [each for each in found if each[1] is not None]
+        found = []
+        for master in group["params"]:
+            copy = copy_of.get(master)
+            gradient = master.grad if copy is None or copy.grad is None else copy.grad
+            if gradient is not None:
+                found.append((master, gradient, copy))
         if not found:
             continue
         steps = [optimizer.state[master]["step"] for master, _, _ in found]
