@@ -30,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass
 class Switch:
-    """What hooks of parameters look at: nothing that holds the model, which could then never be freed."""
+    """A flag that hooks of parameters read. A hook must not hold the model itself: then nothing could free it."""
 
     on: bool
 

@@ -1,4 +1,8 @@
-"""AdamW in one pass against PyTorch's own in fp64, and a training step that takes it against one that does not."""
+"""AdamW in one pass against PyTorch's own in fp64; a training step that takes it against one that does not; and who
+holds the weights that it changes."""
+
+import gc
+import weakref
 
 import pytest
 import torch
@@ -143,3 +147,13 @@ def test_a_training_step_takes_it_where_the_backward_left_the_gradient(accumulat
     assert all(follows(copy, master) for copy, master in trained.copies)
     for name, x in trained.masters.items():
         assert_close(name, pair[0].prepared.masters[name].double(), x, 1e-5)
+
+
+def test_a_trainer_that_nobody_holds_is_freed():
+    """With its weights: a benchmark makes one after the other."""
+    trainer = Trainer(small("ccq-gla", dtype="bf16"), World(0, 1, torch.device("cpu")))
+    steps_of(trainer, 1)
+    held = [weakref.ref(x) for x in (trainer.model, *trainer.prepared.masters.values())]
+    del trainer
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
