@@ -163,3 +163,11 @@ def test_kernels_and_layers_are_measured_in_a_clone(kind, capsys, monkeypatch, t
     monkeypatch.setattr(bench, "SCRIPTS", tmp_path)  # as in a wheel
     assert bench.main([kind]) == 1
     assert "needs a clone of the repository" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["passes", "adamw", "decode"])
+def test_every_kernel_runs(name, monkeypatch):
+    """As the checkers of CUDA run it; the operator's own, which take longer to interpret, are called by other tests."""
+    kernels = script("benchmarks/every_kernel.py")
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    kernels.KERNELS[name]()
