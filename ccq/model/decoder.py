@@ -90,15 +90,21 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        x, h = add_norm(x, None, self.mixer_norm)  # its backward adds the two gradients of x
-        y, state = self.mixer(h, seqs, state, output_state)
-        x, y = self.rest(x, y)
+        x, y, state = self.open(x, None, seqs, state, output_state)
         return x + y, state
+
+    def open(
+        self, x: Tensor, y: Tensor | None, seqs: Sequences, state: LayerState | None, output_state: bool
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"], LayerState | None]:
+        """As `forward` of x + y; x and y of the next block, so that its norm can add them."""
+        x, h = add_norm(x, y, self.mixer_norm)  # its backward adds the two gradients of x
+        y, state = self.mixer(h, seqs, state, output_state)
+        return *self.rest(x, y), state
 
     def step(
         self, x: Float[Tensor, "B D"], y: Float[Tensor, "B D"] | None, state: LayerState, positions: Int[Tensor, " B"]
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
-        """As `forward` for one token of x + y; x and y of the next block, so that its norm can add them."""
+        """As `open` for one token."""
         x, h = add_norm(x, y, self.mixer_norm)
         return self.rest(x, self.mixer.step(h, state, positions))
 
@@ -225,15 +231,18 @@ class CCQModel(CCQPreTrainedModel):
         states: list = cache.states if cache is not None and cache.states else [None] * len(self.layers)
         new_states: list = []
         hidden_states = []
+        y, left_open = None, not (output_hidden_states or self.blocks_are_watched())
         for layer, state in zip(self.blocks(), states, strict=True):
             if output_hidden_states:
                 hidden_states.append(layout.unpack(x))
-            if x.shape[1]:
+            if x.shape[1] and left_open:
+                x, y, state = layer.open(x, y, layout.seqs, state, cache is not None)
+            elif x.shape[1]:
                 x, state = layer(x, layout.seqs, state, cache is not None)
             elif cache is not None and state is None:  # nothing but padding
                 state = layer.mixer.new_state(layout.seqs.count, x.device, x.dtype)
             new_states.append(state)
-        hidden = layout.unpack(self.norm(x) if x.shape[1] else x)
+        hidden = layout.unpack(add_norm(x, y, self.norm)[1] if x.shape[1] else x)
         hidden_states.append(hidden)
         if cache is not None:
             cache.follow(new_states, layout.lengths, layout.columns)
@@ -242,6 +251,16 @@ class CCQModel(CCQPreTrainedModel):
 
     def blocks(self) -> list[Block]:
         return list(self.layers)  # type: ignore[arg-type]
+
+    def blocks_are_watched(self) -> bool:
+        """Whether somebody waits for a call of a block: hooks, FSDP, checkpointing, a compiler, one in its place."""
+
+        def is_watched(block: nn.Module) -> bool:
+            if type(block).forward is not Block.forward or block._compiled_call_impl is not None:
+                return True
+            return watched(block) or bool(block.gradient_checkpointing)
+
+        return torch.compiler.is_compiling() or any(map(is_watched, self.layers))
 
     def step_is_watched(self) -> bool:
         """Whether somebody waits for a call of a module for which `step` stands in: hooks, FSDP, offloading."""

@@ -492,3 +492,52 @@ def test_cache_of_another_model_is_refused(made_by, words):
     for count in (1, 3):
         with pytest.raises(ValueError, match=words):
             shared_model("gla")(tokens(2, count), past_key_values=cache)
+
+
+class Around(torch.nn.Module):
+    """Stands in the place of a block."""
+
+    def __init__(self, block, seen):
+        super().__init__()
+        self.block, self.seen = block, seen
+        self.mixer = block.mixer
+
+    def forward(self, *arguments):
+        self.seen.append(arguments[0])
+        return self.block(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "backward hook", "another forward", "stand-in", "compiled"])
+def test_whoever_waits_for_a_call_of_a_block_gets_gradients_and_values_to_see(kind):
+    """Blocks leave their last sum to the next norm, but not where somebody looks at them. Bit for bit the same."""
+    model, ids = make_model("ccq-gla", num_hidden_layers=3).train(), tokens(2, 9)
+
+    def results():
+        loss = model(ids, labels=ids).loss
+        return loss, *torch.autograd.grad(loss, list(model.parameters()))
+
+    alone, seen = results(), []
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    results()
+    assert len(seen) == 1
+    model.model.layers[0]._forward_hooks.clear()
+    streams = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    torch.testing.assert_close(seen.pop(), streams[1], rtol=0, atol=0)  # x + y, and not one of them
+
+    block = model.model.layers[1]
+    if kind == "forward hook":
+        block.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    elif kind == "backward hook":
+        block.register_full_backward_hook(lambda module, d_inputs, d_outputs: seen.append(d_outputs[0]))
+    elif kind == "another forward":
+        forward = block.forward
+        block.forward = lambda *arguments: seen.append(arguments[0]) or forward(*arguments)
+    elif kind == "stand-in":
+        model.model.layers[1] = Around(block, seen)
+    else:
+        block._compiled_call_impl = lambda *arguments: seen.append(arguments[0]) or block.forward(*arguments)
+    again = results()
+    assert len(seen) == 1
+    if kind != "backward hook":
+        torch.testing.assert_close(seen[0], streams[1], rtol=0, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
