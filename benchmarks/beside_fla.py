@@ -28,8 +28,8 @@ FAMILIES = {"GLA": ("fla-gla", "gla-unit", "ccq-gla"),
 HIGHER, LOWER = 1, -1
 # what is measured: file, key, how it is written, and what is better
 MEASURES = {
-    "training, tokens/s": ("train_passes", "tokens_per_second", ",.0f", HIGHER),
-    "training, peak GiB": ("train_beside", "peak_gib", ".1f", LOWER),
+    "training, tokens/s": ("train_sums", "tokens_per_second", ",.0f", HIGHER),
+    "training, peak GiB": ("train_sums", "peak_gib", ".1f", LOWER),
     "prefill of 8 x 4K, ms": ("prefill_fla", "wall_ms", ".1f", LOWER),
     "`generate`, batch 8, tokens/s": ("decode_fla", "generate_tok_s", ",.0f", HIGHER),
 }

@@ -53,7 +53,7 @@ def of_fla(bench, system, what="tokens_per_second"):
 
 def op_now(batch):
     """Milliseconds of the operator with its gate, forward at 4K."""
-    return BESIDE.value("op_fla", "ms", name="with gate", B=batch, **{"pass": "forward"})
+    return BESIDE.value("op_again", "ms", name="with gate", B=batch, **{"pass": "forward"})
 
 
 def layer_128(backbone, variant):

@@ -8,22 +8,17 @@ from torch.utils.checkpoint import checkpoint
 
 @torch.compiler.disable
 def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
-    """As `recurrence`, for arguments it has checked."""
-    group = v.shape[2] // q.shape[2]
+    """As `recurrence`, for arguments it has checked. fla keeps its states as [N, Hv, K, V] too."""
     options = {
         "scale": scale,
+        "initial_state": initial_state,
         "output_final_state": output_final_state,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.long(),
     }
-    if beta is not None and g is None and group == 1 and q.dtype != torch.float32:
-        from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32
-
-        return chunk_delta_rule(q, k, v, beta, initial_state=initial_state, **options)
-    # The others are faster with states that lie as [V, K], in training most. One that comes in or goes out is turned.
-    options |= {
-        "state_v_first": True,
-        "initial_state": None if initial_state is None else initial_state.mT.contiguous(),
-    }
+    group = v.shape[2] // q.shape[2]
+    # With its states laid out as [V, K], the backward of the gated delta rule is faster. Nobody sees how they lie where
+    # none comes in or goes out.
+    layout = {"state_v_first": torch.is_grad_enabled() and initial_state is None and not output_final_state}
     if beta is None:
         if g is not None and g.ndim == 4:
             from fla.ops.gla import chunk_gla as additive
@@ -34,23 +29,24 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
             if group > 1:
                 q, k = (x.repeat_interleave(group, 2) for x in (q, k))
                 g = g if g is None or g.ndim == 3 else g.repeat_interleave(group, 2)
-            return additive(q, k, v, g, **options)
+            return additive(q, k, v, g, **options, **layout)
 
         if group > 1 and torch.is_grad_enabled():  # else q and k are kept once a value head: gigabytes for Mamba2
-            o, state = checkpoint(expanded, q, k, v, g, use_reentrant=False, preserve_rng_state=False)
-        else:
-            o, state = expanded(q, k, v, g)
-    elif g is not None and g.ndim == 4:
+            return checkpoint(expanded, q, k, v, g, use_reentrant=False, preserve_rng_state=False)
+        return expanded(q, k, v, g)
+    if g is None and group == 1 and q.dtype != torch.float32:
+        from fla.ops.delta_rule import chunk_delta_rule  # refuses fp32
+
+        return chunk_delta_rule(q, k, v, beta, **options)
+    if g is not None and g.ndim == 4:
         from fla.ops.kda import chunk_kda
 
         g = g if group == 1 else g.repeat_interleave(group, 2)
-        o, state = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        return chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **layout)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
-        o, state = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options)
-    return o, None if state is None else state.mT.contiguous()
+    g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
+    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **layout)
 
 
 @torch.compiler.disable
