@@ -210,7 +210,8 @@ def claims_table(found: list[Run]) -> str:
             "-" if v.interval is None else f"{sum(v.interval) / 2:+.2f} [{v.interval[0]:+.2f}, {v.interval[1]:+.2f}]"
         )
         have, planned = len(v.differences), 5 if v.name in DECIDE else LEAST_SEEDS
-        verdict = f"{v.verdict} ({have} of {planned} seeds)" if v.verdict == FEW else v.verdict
+        unfinished = v.verdict == FEW or 0 < have < planned
+        verdict = f"{v.verdict} ({have} of {planned} seeds)" if unfinished else v.verdict
         rows.append([v.name, each, bounds, "-" if v.p is None else f"{v.p:.2f}", verdict])
     return table("| claim | row minus control, by seed | mean, 95% interval | p | verdict |", rows)
 
