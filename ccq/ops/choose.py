@@ -234,7 +234,7 @@ REFERENCE = Implementation("reference", "the token loop, the definition; slow", 
 CHUNK = Implementation("chunk", "chunkwise PyTorch, any device", backends=("chunk",))
 KERNELS = Implementation("triton", "fused kernels", triton_refuses)
 HOPPER = Implementation("hopper", "fused kernels, the reads in Gluon; dk of a learned decay in Triton", hopper_refuses)
-FLASH_QLA = Implementation("flash-qla", "Qwen's kernels, through fla, where values have 128 channels too", qla_refuses)
+FLASH_QLA = Implementation("flash-qla", "Qwen's gated delta rule, through fla, for values of 128 channels", qla_refuses)
 LAYERS = Implementation("fla", "fla's fused kernels", fla_layers_refuse)
 PASSES = Implementation("passes", "one pass over memory each way", passes_refuse)
 FEW_ROWS = Implementation("triton", "one launch for the few rows of a decode step", few_rows_refuse)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ccq.ops.choose import Call, qla_refuses
+
 
 @torch.compiler.disable
 def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
@@ -45,8 +47,27 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
         return chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **layout)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
-    return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options, **layout)
+    g = torch.zeros_like(beta, dtype=torch.float32) if g is None else g.float()  # flash-qla's backward wants fp32
+
+    def gated(**borders):
+        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **options | borders, **layout)
+
+    if cu_seqlens is None or v.shape[-1] != 128 or qla_refuses(Call.of(q, delta=True)) is not None:
+        return gated()
+    return without_empty(gated, initial_state, options["cu_seqlens"])
+
+
+def without_empty(call, initial_state, cu_seqlens):
+    """`call` of the packed sequences that have tokens: flash-qla refuses the others, whose state stays what it was."""
+    full = cu_seqlens.diff() > 0
+    if full.all():
+        return call()
+    some = None if initial_state is None else initial_state[full]
+    o, state = call(initial_state=some, cu_seqlens=torch.cat([cu_seqlens[:1], cu_seqlens[1:][full]]))
+    if state is not None:
+        begun = state.new_zeros(len(full), *state.shape[1:]) if initial_state is None else initial_state
+        state = begun.index_put((full.nonzero().squeeze(1),), state)
+    return o, state
 
 
 @torch.compiler.disable

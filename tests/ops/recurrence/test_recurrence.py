@@ -352,6 +352,30 @@ def test_fla_is_called_as_it_asks(fla, monkeypatch, kind, dtype, expected, group
     assert set(calls) == {expected}
 
 
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("lengths", [[3, 0, 65, 130, 0], [0, 7], [5, 6]], ids=str)
+def test_flash_qla_sees_no_empty_sequence(fla, monkeypatch, lengths, state):
+    """It refuses them, and wants decays in fp32. Their state stays what it was, or zero."""
+    from ccq.ops.recurrence import fla as through_fla
+
+    def refuses_empty(q, k, v, g, beta, *, scale, initial_state=None, output_final_state, cu_seqlens, **_):
+        assert cu_seqlens.diff().min() > 0
+        assert g.dtype == torch.float32
+        return chunk.run(q, k, v, g.to(q), beta, scale, initial_state, output_final_state, cu_seqlens)
+
+    monkeypatch.setattr(importlib.import_module("fla.ops.gated_delta_rule"), "chunk_gated_delta_rule", refuses_empty)
+    case = cast(make_case("gated delta", lengths=lengths, V=128, state=state), torch.float32)
+    run = functools.partial(recurrence, output_final_state=True)
+    ref = results(run, case)
+    monkeypatch.setattr(module, "choose", lambda *_: "flash-qla")
+    monkeypatch.setattr(through_fla, "qla_refuses", lambda call: None)
+    assert_same(ref, results(run, case), 1e-6)
+    half = (
+        cast(case, torch.bfloat16) | {"initial_state": case["initial_state"]} if state else cast(case, torch.bfloat16)
+    )
+    run(**half)
+
+
 def test_flops_count_the_matrix_products(monkeypatch):
     """Against PyTorch's own counter: of the products of the additive form, in full chunks."""
     from torch.utils.flop_counter import FlopCounterMode
