@@ -148,13 +148,24 @@ class Verdict:
     verdict: str
 
 
-def judge(found: list[Run]) -> list[Verdict]:
-    """The claims by the rules of the page; a claim with fewer than three seeds is tested by none."""
-    drafts = []
+Pair = tuple[str, dict[int, float], dict[int, float]]  # which way is better; row and control, by seed
+
+
+def pairs(found: list[Run]) -> dict[str, Pair]:
+    """What each claim of the page compares."""
+    made = {}
     for name, measure, row, control in CLAIMS:
         one, two = (by_seed(found, best_read(found) if x == "best" else x, measure) for x in (row, control))
+        made[name] = (BETTER[measure], one, two)
+    return made
+
+
+def judge(claims: dict[str, Pair]) -> list[Verdict]:
+    """Claims by the rules of the page; Holm's correction runs over all that have three seeds. Others are not tested."""
+    drafts = []
+    for name, (better, one, two) in claims.items():
         differences = {seed: one[seed] - two[seed] for seed in one if seed in two}
-        values, better = list(differences.values()), BETTER[measure]
+        values = list(differences.values())
         bounds = p = None
         verdict = FEW if values else NOT_RUN
         shared = [x[seed] for x in (one, two) for seed in differences]
@@ -204,7 +215,7 @@ def runs_table(found: list[Run]) -> str:
 
 def claims_table(found: list[Run]) -> str:
     rows = []
-    for v in judge(found):
+    for v in judge(pairs(found)):
         each = ", ".join(f"{x:+.2f}" for x in v.differences.values()) or "-"
         bounds = (
             "-" if v.interval is None else f"{sum(v.interval) / 2:+.2f} [{v.interval[0]:+.2f}, {v.interval[1]:+.2f}]"

@@ -102,7 +102,7 @@ def studied(row):
 
 
 def study_interval(claim):
-    (verdict,) = [verdict for verdict in STUDY.judge(STUDY.runs()) if verdict.name == claim]
+    (verdict,) = [verdict for verdict in STUDY.judge(STUDY.pairs(STUDY.runs())) if verdict.name == claim]
     low, high = verdict.interval
     return round((low + high) / 2, 2), round(low, 2), round(high, 2)
 

@@ -44,7 +44,7 @@ def before():
 
 
 def interval(claim):
-    (verdict,) = [verdict for verdict in STUDY.judge(STUDY.runs()) if verdict.name == claim]
+    (verdict,) = [verdict for verdict in STUDY.judge(STUDY.pairs(STUDY.runs())) if verdict.name == claim]
     return verdict.interval
 
 
@@ -127,7 +127,7 @@ def test_verdicts_are_those_of_the_rules(monkeypatch):
         "ccq-gated-deltanet": [29.0, 30.0],
     }
     monkeypatch.setattr(STUDY, "by_seed", lambda found, system, measure: dict(enumerate(made.get(system, []))))
-    verdicts = {verdict.name: verdict for verdict in STUDY.judge([])}
+    verdicts = {verdict.name: verdict for verdict in STUDY.judge(STUDY.pairs([]))}
     assert verdicts["S1"].verdict == "not supported"  # no gain of 0.1 is left
     assert verdicts["S2"].verdict == verdicts["S3"].verdict == "supported"
     assert verdicts["S7"].verdict == "undecided"
@@ -144,7 +144,7 @@ def test_a_p_that_the_correction_takes_away_supports_nothing(monkeypatch):
     made = {"gla-unit": [40.0, 40.0, 40.0], "gla-projected": [39.0, 39.2, 38.6], "ccq-gla": [40.2, 39.7, 40.3],
             "gla-projected-decay": [40.1, 39.6, 40.2]}  # fmt: skip
     monkeypatch.setattr(STUDY, "by_seed", lambda found, system, measure: dict(enumerate(made.get(system, []))))
-    (verdict,) = [verdict for verdict in STUDY.judge([]) if verdict.name == "S4"]
+    (verdict,) = [verdict for verdict in STUDY.judge(STUDY.pairs([])) if verdict.name == "S4"]
     assert verdict.p < 0.05
     assert verdict.interval[1] < 0
     assert verdict.verdict == "undecided"
