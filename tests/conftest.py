@@ -18,6 +18,18 @@ from ccq.ops import choose
 if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.quicken()
 
+if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    from triton.runtime.autotuner import Autotuner
+
+    # fla tunes every kernel over dozens of configs, most of what tests on a GPU would wait for; ours are not tuned so
+    all_of_them = Autotuner.prune_configs
+
+    def few(self, kwargs):
+        """The three that need the least shared memory."""
+        return sorted(all_of_them(self, kwargs), key=lambda x: (x.num_stages, abs(x.num_warps - 4)))[:3]
+
+    Autotuner.prune_configs = few
+
 # tensors here are small, and two threads that meet a busy machine wait for each other: 0.3 s become 12
 torch.set_num_threads(1)
 
