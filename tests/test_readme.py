@@ -22,6 +22,7 @@ from ccq.report.results import seed_interval
 ROOT = BENCHMARKS.parents[1]
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("findings", "performance", "kernels")))
 STUDY, BESIDE = script("benchmarks/study.py"), script("benchmarks/beside_fla.py")
+RECALL = script("benchmarks/recall_page.py")
 ELEMENTWISE = "norms and elementwise"
 GD = "gated-deltanet"
 NANO, GDN = BENCHMARKS / "nano" / "needles", "ccq_gated_deltanet"
@@ -105,6 +106,12 @@ def study_interval(claim):
     (verdict,) = [verdict for verdict in STUDY.judge(STUDY.pairs(STUDY.runs())) if verdict.name == claim]
     low, high = verdict.interval
     return round((low + high) / 2, 2), round(low, 2), round(high, 2)
+
+
+def recalled(name, claim):
+    """In a round of docs/recall.md: points, and the verdict."""
+    verdict = RECALL.verdicts(name)[claim]
+    return round(mean(verdict.differences.values())), verdict.verdict
 
 
 @functools.cache

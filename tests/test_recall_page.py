@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from scripts import script
 
+from ccq import demo
 from ccq.systems import SYSTEMS
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,11 @@ def gain(name, claim):
     """Points and their interval."""
     low, high = PAGE.verdicts(name)[claim].interval
     return [round((low + high) / 2, 1), round(low, 1), round(high, 1)]
+
+
+def tasks_of(name):
+    """None: the round was not run to its end."""
+    return list(PAGE.tasks(name))
 
 
 def supported(name):
@@ -92,6 +98,20 @@ def test_a_verdict_is_that_of_the_study(monkeypatch):
     assert {x.verdict for x in PAGE.verdicts("first").values()} == {"not run"}
     assert PAGE.rows_table("first") == "Not run."
     assert "| own rate | `gla-unit` | 3e-3 | 55.8 | 50 to 60 | 3 of 4 | given |" in PAGE.rows_table("rates")
+
+
+def test_what_the_demo_says_of_this_page():
+    """Its task, its rows and its numbers."""
+    plan, told = SEEDS.ROUNDS["first"].tasks["overwritten"], demo.WORDS["recall"]
+    assert set(demo.TRAINED) <= set(plan.rows)
+    assert (demo.UPDATES, demo.Settings.steps) == (plan.updates, plan.steps)
+    assert rates("first", "overwritten") == {demo.RATE}
+    assert f"After these {plan.steps} steps" in told
+    assert f"{gain('first', 'C6')[0]:.0f} points more than the control" in told
+    assert f"ahead in {ahead('first', 'C6')} of 20 seeds" in told
+    assert f"After {SEEDS.ROUNDS['rates'].tasks['own rate'].steps:,} steps" in told
+    assert f"{gain('rates', 'T1')[0]:.0f} point is left, which is not significant" in told
+    assert "T1" not in supported("rates")
 
 
 def test_a_run_trains_and_is_asked(tmp_path):

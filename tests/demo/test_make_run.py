@@ -105,8 +105,8 @@ def test_all_of_it_is_there_without_a_network(first):
 def test_three_seeds_of_each_row_are_trained_in_turn():
     runs = [step.folder for step in demo.plan(demo.Settings(seed=4)) if demo.TINY in step.folder]
     assert len(runs) == len(set(runs)) == 9
-    assert runs[:3] == ["gla_unit_tiny-seed4", "ccq_gla_tiny-seed4", "gla_projected_tiny-seed4"]
-    assert demo.TRAINED[0] == demo.SYSTEMS["ccq-gla"].control == demo.SYSTEMS["gla-projected"].control
+    assert runs[:3] == ["gla_unit_tiny-seed4", "ccq_gla_tiny-seed4", "gla_projected_decay_tiny-seed4"]
+    assert demo.TRAINED[0] == demo.SYSTEMS["ccq-gla"].control == demo.SYSTEMS["gla-projected-decay"].control
 
 
 def test_seeds_that_do_not_agree_show_nothing():
