@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ BORDERS = (0, 1, 1, 130, 300, 700)  # of packed sequences: one token, none, a ti
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def gate_of(size: int) -> Gate:
+    """Of two heads."""
+    return Gate(draw(2, 2 * size, dtype=torch.float32), draw(2, dtype=torch.float32))
 
 
 def both(outputs: tuple[Tensor | None, ...] | Tensor) -> None:
@@ -63,10 +69,10 @@ def clean() -> None:
     reads: tuple[tuple[str, bool], ...] = (("scaled", False), ("projected", False), ("projected", True))
     for size, packed, (step, decays) in itertools.product((48, 64, 128, 256), (False, True), reads):
         shape = (1, BORDERS[-1], 2) if packed else (2, 200, 2)
-        q, k, gate = draw(*shape, size), draw(*shape, size), Gate(draw(2, 2 * size, dtype=torch.float32), draw(2))
+        q, k, gate = draw(*shape, size), draw(*shape, size), gate_of(size)
         decay = -torch.rand(shape, device=DEVICE) if decays else None
-        more = {"cu_seqlens": borders if packed else None, "log_decay": decay, "step": step}
-        both(clean_query(q, k, Gate(gate.weight, gate.bias.float()), backend="triton", **more)[:2])  # type: ignore[arg-type]
+        more: dict[str, Any] = {"cu_seqlens": borders if packed else None, "log_decay": decay, "step": step}
+        both(clean_query(q, k, gate, backend="triton", **more)[:2])
 
 
 @torch.no_grad()
@@ -75,8 +81,7 @@ def decode() -> None:
         q, k, v = draw(3, 2, size), draw(3, 2, size), draw(3, 2, 2 * size)
         state = torch.zeros(3, 2, size, 2 * size, device=DEVICE)
         g = -torch.rand(3, 2, *(() if delta else (size,)), device=DEVICE)
-        gate = Gate(draw(2, 2 * size, dtype=torch.float32), draw(2, dtype=torch.float32))
-        cleaning = Cleaning(CovarianceState.zeros(3, 2, size, device=DEVICE), gate=gate)
+        cleaning = Cleaning(CovarianceState.zeros(3, 2, size, device=DEVICE), gate=gate_of(size))
         decode_step(q, k, v, state, g, torch.rand(3, 2, device=DEVICE) if delta else None, cleaning=cleaning)
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
-from study import HIGHER, Verdict, judge, table
+from study import HIGHER, Verdict, judge, show, table
 
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "recall.md", ROOT / "benchmarks" / "study"
@@ -99,8 +98,4 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    page = filled(PAGE.read_text())
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page)
-    else:
-        print("\n\n".join(match[0] for match in PLACE.finditer(page)))
+    show(PAGE, PLACE, filled)

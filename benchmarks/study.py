@@ -13,6 +13,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -269,9 +270,14 @@ def filled(text: str) -> str:
     return PLACE.sub(lambda place: f"{place[1]}{tables[place['name']]}\n{place[3]}", text)
 
 
-if __name__ == "__main__":
-    page = filled(PAGE.read_text())
+def show(page: Path, place: re.Pattern[str], filled: Callable[[str], str]) -> None:
+    """Print the tables of a page made anew, or put them into it: --write."""
+    text = filled(page.read_text())
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(page)
+        page.write_text(text)
     else:
-        print("\n\n".join(match[0] for match in PLACE.finditer(page)))
+        print("\n\n".join(match[0] for match in place.finditer(text)))
+
+
+if __name__ == "__main__":
+    show(PAGE, PLACE, filled)

@@ -316,7 +316,7 @@ def show(settings: Settings, steps: list[Step], console: Any) -> None:
         table(title, ship, "length.json", columns)
     for note in notes(settings, steps):
         console.print(note, markup=False)
-    console.print("Which read is better in language models, docs/study.md asks.")
+    console.print("docs/study.md asks which read is better in language models.")
 
 
 def recalled(settings: Settings, system: str) -> list[dict[str, float]]:
