@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,17 +88,18 @@ def decode() -> None:
 KERNELS: dict[str, Callable[[], None]] = {run.__name__: run for run in (passes, adamw, clean, decode)}
 
 
-def chosen(text: str) -> Iterator[Callable[[], None]]:
-    return (KERNELS[name] for name in text.split(","))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(KERNELS), help="which, with commas between (default: %(default)s)")
-    for run in chosen(parser.parse_args().only):
-        run()
+    names = parser.parse_args().only.split(",")
+    if unknown := [name for name in names if name not in KERNELS]:
+        parser.error(f"--only: there is no {', '.join(unknown)}; there are {', '.join(KERNELS)}")
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU here")
+    for name in names:
+        KERNELS[name]()
         torch.cuda.synchronize()
-        print(f"{run.__name__}: done", flush=True)
+        print(f"{name}: done", flush=True)
 
 
 if __name__ == "__main__":
