@@ -90,21 +90,21 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, x: Float[Tensor, "B T D"], seqs: Sequences, state: LayerState | None = None, output_state: bool = False
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        x, y, state = self.open(x, None, seqs, state, output_state)
+        x, h = add_norm(x, None, self.mixer_norm)  # its backward adds the two gradients of x
+        x, y, state = self.open(x, h, seqs, state, output_state)
         return x + y, state
 
     def open(
-        self, x: Tensor, y: Tensor | None, seqs: Sequences, state: LayerState | None, output_state: bool
+        self, x: Tensor, h: Tensor, seqs: Sequences, state: LayerState | None, output_state: bool
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"], LayerState | None]:
-        """As `forward` of x + y; x and y of the next block, so that its norm can add them."""
-        x, h = add_norm(x, y, self.mixer_norm)  # its backward adds the two gradients of x
+        """`forward` behind its first norm; x and y, not added yet, so that the next norm can add them."""
         y, state = self.mixer(h, seqs, state, output_state)
         return *self.rest(x, y), state
 
     def step(
         self, x: Float[Tensor, "B D"], y: Float[Tensor, "B D"] | None, state: LayerState, positions: Int[Tensor, " B"]
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
-        """As `open` for one token."""
+        """As `forward` for one token of x + y; x and y of the next block, so that its norm can add them."""
         x, h = add_norm(x, y, self.mixer_norm)
         return self.rest(x, self.mixer.step(h, state, positions))
 
@@ -236,7 +236,9 @@ class CCQModel(CCQPreTrainedModel):
             if output_hidden_states:
                 hidden_states.append(layout.unpack(x))
             if x.shape[1] and left_open:
-                x, y, state = layer.open(x, y, layout.seqs, state, cache is not None)
+                x, h = add_norm(x, y, layer.mixer_norm)
+                y = None  # x and y of before are in nobody's hands while the block works
+                x, y, state = layer.open(x, h, layout.seqs, state, cache is not None)
             elif x.shape[1]:
                 x, state = layer(x, layout.seqs, state, cache is not None)
             elif cache is not None and state is None:  # nothing but padding

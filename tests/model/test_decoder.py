@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
 
 import pytest
 import torch
@@ -492,6 +494,25 @@ def test_cache_of_another_model_is_refused(made_by, words):
     for count in (1, 3):
         with pytest.raises(ValueError, match=words):
             shared_model("gla")(tokens(2, count), past_key_values=cache)
+
+
+def test_blocks_that_leave_their_sum_open_keep_no_more_than_others():
+    """Tensors of the size of the stream that are alive while the last block's mixer works, and while its MLP does."""
+    model, ids, counts = make_model("ccq-gla", num_hidden_layers=3), tokens(2, 13), []
+
+    def count(*_):
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of deprecated attributes that it looks at
+            alive = {x.data_ptr() for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == (2, 13, 64)}
+        counts.append(len(alive))
+
+    model.model.layers[2].mixer.register_forward_pre_hook(count)
+    model.model.layers[2].mlp.register_forward_pre_hook(count)
+    model(ids)
+    model.model.layers[0].register_forward_hook(lambda *_: None)  # now each adds its own
+    model(ids)
+    assert counts[:2] == counts[2:]
 
 
 class Around(torch.nn.Module):
