@@ -171,3 +171,28 @@ def test_every_kernel_runs(name, monkeypatch):
     kernels = script("benchmarks/every_kernel.py")
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     kernels.KERNELS[name]()
+
+
+def test_the_candidate_beside_fla(monkeypatch, tmp_path):
+    """All that the script does, at a small size, with the candidate in fla's place: no GPU is timed."""
+    pytest.importorskip("triton")
+    beside = script("benchmarks/gla_beside_fla.py")
+
+    def timed(call, **_):
+        call()
+        return {"median": 2.0}
+
+    monkeypatch.setattr(beside, "DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(beside, "graph_time", timed)
+    monkeypatch.setattr(beside, "fla", beside.ours.gla)
+    monkeypatch.setattr(beside, "SHAPES", {"small": (2, 70, 2, 16, 32, 3)})
+    monkeypatch.setattr(beside, "TRIED", {name: {"BK": (16, 32)} for name in ("scaled", "scores")})
+    monkeypatch.setattr(beside.ours, "SIZES", dict(beside.ours.SIZES))
+    out = tmp_path / "gla.json"
+    monkeypatch.setattr("sys.argv", ["gla_beside_fla.py", "--sweep", "--out", str(out)])
+    beside.main()
+    first, *tried, mine = json.loads(out.read_text())["rows"]
+    assert (first["kernels"], mine["kernels"], mine["saved_ms"]) == ("fla", "ours", 0)
+    assert [x["BK"] for x in tried] == [16, 32] * 2
+    assert mine["sizes"]["scaled"] == {"BK": 16}
+    assert all(first[name] == mine[name] < 0.01 for name in ("o", "dq", "dk", "dv", "dg"))

@@ -45,6 +45,9 @@ from ccq.ops.clean.triton import launch
 from ccq.ops.recurrence import triton as fused_decode
 from ccq.train import adamw
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import gla_kernels
+
 
 class Hopper:
     """What Triton asks of a driver before it compiles."""
@@ -241,6 +244,15 @@ def decays(dtype, heads=6, size=256, B=8):
     kernels.low_rank_decay(x, weight, bias, 16.0)
 
 
+def candidate(dtype, size, packed=False, B=2, T=200, H=6, V=512):
+    """Gated linear attention by gla_kernels.py of the benchmarks."""
+    q, k, g = (empty(B, T, H, size, dtype=dtype) for _ in range(3))
+    v, state = empty(B, T, H, V, dtype=dtype), empty(8 if packed else B, H, size, V) if packed else None
+    cu, context = torch.empty(9, dtype=torch.int64, device="cuda") if packed else None, Context()
+    o, final = gla_kernels.GatedLinearAttention.forward(context, q, k, v, g, 1.0, state, packed, cu)
+    gla_kernels.GatedLinearAttention.backward(context, torch.empty_like(o), final)
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Every switch of every kernel is on in one case and off in another (on Hopper, that of Arch.overlaps is always
 # on); each with each would take minutes.
@@ -282,6 +294,8 @@ CASES: list[tuple[Callable, dict[str, Any]]] = [
     (decays, {"dtype": BF16}),
     (decays, {"dtype": FP16, "heads": 1, "size": 64, "B": 1}),
     (decays, {"dtype": FP32}),
+    (candidate, {"dtype": BF16, "size": 256}),
+    (candidate, {"dtype": BF16, "size": 100, "packed": True, "B": 1, "V": 64}),
 ]  # fmt: skip
 RARE: list[tuple[Callable, dict[str, Any]]] = [  # the same kernels at sizes and in dtypes that few use
     (operator, {"dtype": BF16, "size": 32, "heads": 1, "packed": True, "state": True, "normalize": "stats"}),
