@@ -111,7 +111,7 @@ def study_interval(claim):
 def recalled(name, claim):
     """In a round of docs/recall.md: points, and the verdict."""
     verdict = RECALL.verdicts(name)[claim]
-    return round(mean(verdict.differences.values())), verdict.verdict
+    return round(mean(verdict.differences.values()), 1), verdict.verdict
 
 
 @functools.cache

@@ -106,12 +106,13 @@ def test_what_the_demo_says_of_this_page():
     assert set(demo.TRAINED) <= set(plan.rows)
     assert (demo.UPDATES, demo.Settings.steps) == (plan.updates, plan.steps)
     assert rates("first", "overwritten") == {demo.RATE}
-    assert f"After these {plan.steps} steps" in told
+    assert f"After these {plan.steps} steps at this rate" in told
     assert f"{gain('first', 'C6')[0]:.0f} points more than the control" in told
     assert f"ahead in {ahead('first', 'C6')} of 20 seeds" in told
-    assert f"After {SEEDS.ROUNDS['rates'].tasks['own rate'].steps:,} steps" in told
-    assert f"{gain('rates', 'T1')[0]:.0f} point is left, which is not significant" in told
-    assert "T1" not in supported("rates")
+    assert gain("controls", "R1")[0] < 0 and PAGE.verdicts("controls")["R1"].verdict == "undecided"
+    assert f"After {SEEDS.ROUNDS['controls'].tasks['2000 steps'].steps:,} steps" in told
+    assert f"it answers {gain('controls', 'R2')[0]} points more, which is significant" in told
+    assert supported("controls") == ["R2"]
 
 
 def test_a_run_trains_and_is_asked(tmp_path):
