@@ -3,24 +3,24 @@
 `python benchmarks/gla_beside_fla.py` measures it beside fla's on a GPU. It moves into the package if it takes 2% off a
 training step, and goes if it does not.
 
-In a chunk of C tokens let G_i be the sum of g from its first token to i. With r = G_C / 2, for each channel, and
-q' = scale q exp(G - r) and k' = k exp(r - G) a chunk knows no decay:
+In a chunk of C tokens let G_i be the sum of g from its first token to i, and S the state before it. For each channel
 
-    A = tril(q' k'^T)        o = q' h + A v             h = exp(r) S,  S the state before the chunk
-    S_next = exp(G_C) S + exp(r) k'^T v
+    q~_i = scale exp(G_i) q_i        k~_i = exp(G_C - G_i) k_i        A_ij = scale q_i . exp(G_i - G_j) k_j, i >= j
+    o = q~ S + A v                   S_next = exp(G_C) S + k~^T v
 
-and neither does its backward. With d = exp(r) dS_next and dA = tril(do v^T):
+and the backward has the same form. With dA = do v^T where i >= j, and d = dS_next:
 
-    dq' = dA k' + do h^T        dv = A^T do + k' d          dS = exp(G_C) dS_next + exp(r) q'^T do
-    dk' = dA^T q' + v d^T       dG = q' dq' - k' dk', and of G_C also the sum over v of S_next dS_next
+    dv = A^T do + k~ d               dS = exp(G_C) d + q~^T do
+    dq = exp(G) do S^T + what dA brings; dk likewise, from d;  dG = q dq - k dk, of G_C also the sum over v of S_next d
 
-So forward and backward share their kernels, with q and k, o and v in each other's place: `scores_kernel` makes A and
-dA, `states_kernel` runs through the chunks of a sequence, `outputs_kernel` reads.
+So forward and backward share `states_kernel`, which runs through the chunks of a sequence, and `outputs_kernel`, which
+reads, with q~ and k~, v and do in each other's place.
 
-Both exponents are within G_C / 2. A channel where that is large, that forgets more than STEEP in a chunk, is steep. It
-takes r = 0 in q' and G_C in k', where no exponent is above 0: they serve what passes between chunks. Its part of A, dq
-and dk, of which they bring next to nothing, is computed pair by pair: exact for every decay, but slow. (Trained models
-have next to none: in a chunk of 64, STEEP is 1.25 a token.)
+exp(G_i - G_j) is a factor of q_i times one of k_j, but neither may overflow, and trained channels forget e^-100 and
+more in 64 tokens. So a chunk has two halves. Across them, q_i forgets from the border of the halves, and k_j up to it.
+Within one, both count from the middle of what it forgets: exponents of at most D / 2, where D is the sum of its g. A
+channel is steep in a half where -D is over STEEP, 4.4 a token. There A, dq and dk are computed pair by pair, which is
+exact for every decay, but slow. Channels of the shipped models are hardly ever steep, as a test says.
 
 M tokens of all sequences, H heads, K key size, V value size, N chunks of all sequences.
 """
@@ -37,18 +37,18 @@ from torch.nn import functional as F
 
 from ccq.ops.clean.triton.configs import cdiv, power_of_2
 
-STEEP = tl.constexpr(80.0)  # e^80 times a product of q and k is within the range of fp32 and bf16
+STEEP = tl.constexpr(140.0)  # e^70 times q or k, and e^-70 times it, are within the range of bf16
 LEAST = tl.constexpr(-100.0)  # a log-decay: e^-100 is nothing, and sums of larger ones would lose their small ones
 # tokens of a chunk; of each kernel, how it cuts keys and values, and what a launch takes. benchmarks/gla_beside_fla.py
 # tries others
 CHUNK = 64
 SIZES: dict[str, dict[str, int]] = {
-    "scaled": {"BK": 64, "num_warps": 4},
-    "scores": {"BK": 64, "num_warps": 4},
+    "prepare": {"BK": 32, "num_warps": 8},
     "states": {"BK": 64, "BV": 64, "num_warps": 4},
     "outputs": {"BK": 64, "BV": 128, "num_warps": 4},
-    "gradients": {"BK": 64, "BV": 64, "num_warps": 8},
-    "steep": {"BK": 32, "num_warps": 8},
+    "between": {"BK": 64, "BV": 64, "num_warps": 8},
+    "within": {"BK": 32, "num_warps": 8},
+    "steep": {"BK": 32, "num_warps": 4},
 }
 
 
@@ -56,10 +56,15 @@ SIZES: dict[str, dict[str, int]] = {
 def place(n, borders, firsts, T, NC, PACKED: tl.constexpr, C: tl.constexpr):
     """The first token of chunk n, and how many it has: 0 or less behind the last chunk."""
     if PACKED:
-        start = tl.load(firsts + n)
-        return start, tl.minimum(tl.load(borders + n) - start, C)
-    start = (n // NC) * T + (n % NC) * C
-    return start, tl.minimum(T - (n % NC) * C, C)
+        start, border = tl.load(firsts + n), tl.load(borders + n)
+    else:
+        start, border = (n // NC) * T + (n % NC) * C, (n // NC + 1) * T
+    return start, tl.minimum(border - start, C)
+
+
+@triton.jit
+def product(x, y):
+    return tl.dot(x, y, input_precision="ieee")
 
 
 @triton.jit
@@ -69,45 +74,59 @@ def decays(g, at, mask):
 
 
 @triton.jit
-def reference(end):
-    """r of q' by G_C. That of k' is what is left of G_C: the same, but for steep channels."""
-    return tl.where(end < -STEEP, 0.0, end / 2)
+def halves(x, C: tl.constexpr, BK: tl.constexpr):
+    """Log-decays, summed from the start of each half of a chunk, and both sums."""
+    early = (tl.arange(0, C) < C // 2)[:, None]
+    one, two = tl.sum(tl.where(early, x, 0.0), 0), tl.sum(tl.where(early, 0.0, x), 0)
+    return tl.reshape(tl.cumsum(tl.reshape(x, [2, C // 2, BK]), 1), [C, BK]), one, two
+
+
+# factors of q and k, from these three. Computed where they are used: a kernel has no registers for all of them
 
 
 @triton.jit
-def scaled_kernel(
-    q, k, g, q_scaled, k_scaled, ends, borders, firsts, scale, T, NC, H,
-    K: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """q', k' and G_C of some channels of a chunk and head."""
-    block, nh = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK)
-    n, h = nh // H, nh % H
-    start, count = place(n, borders, firsts, T, NC, PACKED, C)
-    if count <= 0:
-        return
-    rows, channels = tl.arange(0, C), block * BK + tl.arange(0, BK)
-    at = ((start + rows).to(tl.int64) * H + h)[:, None] * K + channels[None, :]
-    mask = (rows < count)[:, None] & (channels < K)[None, :]
-    x = decays(g, at, mask)
-    end = tl.sum(x, 0)
-    G = tl.cumsum(x, 0)
-    r = reference(end)
-    query, key = tl.load(q + at, mask=mask, other=0.0), tl.load(k + at, mask=mask, other=0.0)
-    query, key = (
-        query.to(tl.float32) * scale * tl.exp(G - r[None, :]),
-        key.to(tl.float32) * tl.exp((end - r)[None, :] - G),
-    )
-    tl.store(q_scaled + at, query.to(q_scaled.dtype.element_ty), mask=mask)
-    tl.store(k_scaled + at, key.to(k_scaled.dtype.element_ty), mask=mask)
-    tl.store(ends + (n.to(tl.int64) * H + h) * K + channels, end, mask=channels < K)
+def near(inner, one, two, C: tl.constexpr):
+    """For pairs within a half."""
+    total = tl.where((tl.arange(0, C) < C // 2)[:, None], one[None, :], two[None, :])
+    centred, gentle, nothing = inner - total / 2, total >= -STEEP, float("-inf")
+    return tl.exp(tl.where(gentle, centred, nothing)), tl.exp(tl.where(gentle, -centred, nothing))
 
 
 @triton.jit
-def scores_kernel(
-    x, y, scores, borders, firsts, T, NC, H,
+def far(inner, one, two, C: tl.constexpr):
+    """For pairs across halves."""
+    early = (tl.arange(0, C) < C // 2)[:, None]
+    factor = tl.exp(tl.where(early, one[None, :] - inner, inner))
+    return tl.where(early, 0.0, factor), tl.where(early, factor, 0.0)
+
+
+@triton.jit
+def whole(inner, one, two, C: tl.constexpr):
+    """For states, before the chunk and behind it."""
+    early = (tl.arange(0, C) < C // 2)[:, None]
+    read = inner + tl.where(early, 0.0, one[None, :])
+    return tl.exp(read), tl.exp((one + two)[None, :] - read)
+
+
+@triton.jit
+def causal(C: tl.constexpr):
+    """Which pairs of tokens [i, j] A has."""
+    return tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def together(C: tl.constexpr):
+    """Which pairs are in one half."""
+    early = tl.arange(0, C) < C // 2
+    return early[:, None] == early[None, :]
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, g, q_read, k_write, sums, scores, borders, firsts, scale, T, NC, H,
     K: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """tril(x y^T) of a chunk and head: A from q' and k', and dA from do and v, whose K is that of values."""
+    """q~, k~, the sums of g in both halves, and A, of a chunk and head."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, count = place(n, borders, firsts, T, NC, PACKED, C)
     if count <= 0:
@@ -115,24 +134,40 @@ def scores_kernel(
     rows = tl.arange(0, C)
     head = (start + rows).to(tl.int64) * H + h
     inside = (rows < count)[:, None]
-    total = tl.zeros([C, C], tl.float32)
+    A_near, A_far = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    kind = q_read.dtype.element_ty
     for first in range(0, K, BK):
         channels = first + tl.arange(0, BK)
         at = head[:, None] * K + channels[None, :]
         mask = inside & (channels < K)[None, :]
-        total += tl.dot(tl.load(x + at, mask=mask, other=0.0), tl.trans(tl.load(y + at, mask=mask, other=0.0)))
-    total = tl.where(rows[:, None] >= rows[None, :], total, 0.0)
-    tl.store(scores + head[:, None] * C + rows[None, :], total.to(scores.dtype.element_ty), mask=inside)
+        inner, one, two = halves(decays(g, at, mask), C, BK)
+        query = tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * scale
+        key = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
+        read, write = whole(inner, one, two, C)
+        tl.store(q_read + at, (query * read).to(kind), mask=mask)
+        tl.store(k_write + at, (key * write).to(kind), mask=mask)
+        at_sums = (n.to(tl.int64) * H + h) * 2 * K + channels
+        tl.store(sums + at_sums, one, mask=channels < K)
+        tl.store(sums + at_sums + K, two, mask=channels < K)
+        if scores is not None:
+            q_part, k_part = near(inner, one, two, C)
+            A_near += product((query * q_part).to(kind), tl.trans((key * k_part).to(kind)))
+            q_part, k_part = far(inner, one, two, C)
+            A_far += product((query * q_part).to(kind), tl.trans((key * k_part).to(kind)))
+    if scores is not None:
+        # of pairs that are not causal, A_near may be infinite
+        A = tl.where(causal(C), tl.where(together(C), A_near, A_far), 0.0)
+        tl.store(scores + head[:, None] * C + rows[None, :], A.to(kind), mask=inside)
 
 
 @triton.jit
 def states_kernel(
-    x, y, ends, seen, initial, final, borders, firsts, of_sequence, T, NC, H, V,
+    x, y, sums, seen, initial, final, borders, firsts, of_sequence, T, NC, H, V,
     K: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """S through the chunks of a sequence, from x = k' and y = v; what each chunk reads of it goes to `seen`.
+    """S through the chunks of a sequence, from x = k~ and y = v; what each chunk reads of it goes to `seen`.
 
-    REVERSE: dS from the last chunk to the first, from x = q' and y = do.
+    REVERSE: dS from the last chunk to the first, from x = q~ and y = do.
     """
     of_values, pair = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     of_keys, sh = pair % tl.cdiv(K, BK), pair // tl.cdiv(K, BK)
@@ -155,14 +190,14 @@ def states_kernel(
         start, count = place(n, borders, firsts, T, NC, PACKED, C)
         rows = tl.arange(0, C)
         head = (start + rows).to(tl.int64) * H + h
-        place_of = n.to(tl.int64) * H + h
-        end = tl.load(ends + place_of * K + channels, mask=channels < K, other=0.0)
-        part = tl.exp(reference(end))[:, None]
-        tl.store(seen + place_of * K * V + at_state, (state * part).to(seen.dtype.element_ty), mask=mask)
+        nh = n.to(tl.int64) * H + h
+        tl.store(seen + nh * K * V + at_state, state.to(seen.dtype.element_ty), mask=mask)
+        end = tl.load(sums + nh * 2 * K + channels, mask=channels < K, other=0.0)
+        end += tl.load(sums + nh * 2 * K + K + channels, mask=channels < K, other=0.0)
         inside = (rows < count)[:, None]
         x_tile = tl.load(x + head[:, None] * K + channels[None, :], mask=inside & (channels < K)[None, :], other=0.0)
         y_tile = tl.load(y + head[:, None] * V + cols[None, :], mask=inside & (cols < V)[None, :], other=0.0)
-        state = state * tl.exp(end)[:, None] + tl.dot(tl.trans(x_tile), y_tile) * part
+        state = state * tl.exp(end)[:, None] + product(tl.trans(x_tile), y_tile)
     if final is not None:
         tl.store(final + sh.to(tl.int64) * K * V + at_state, state, mask=mask)
 
@@ -172,9 +207,9 @@ def outputs_kernel(
     x, y, scores, seen, out, borders, firsts, T, NC, H, V,
     K: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """o = q' h + A v of a chunk and head, from x = q' and y = v.
+    """o = q~ S + A v of a chunk and head, from x = q~ and y = v.
 
-    REVERSE: dv = k' d + A^T do, from x = k' and y = do.
+    REVERSE: dv = k~ d + A^T do, from x = k~ and y = do.
     """
     block, nh = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     n, h = nh // H, nh % H
@@ -190,22 +225,25 @@ def outputs_kernel(
         channels = first + tl.arange(0, BK)
         x_tile = tl.load(x + head[:, None] * K + channels[None, :], mask=inside & (channels < K)[None, :], other=0.0)
         mask = (channels < K)[:, None] & (cols < V)[None, :]
-        total += tl.dot(x_tile, tl.load(seen + channels[:, None] * V + cols[None, :], mask=mask, other=0.0))
+        total += product(x_tile, tl.load(seen + channels[:, None] * V + cols[None, :], mask=mask, other=0.0))
     tile = tl.load(scores + head[:, None] * C + rows[None, :], mask=inside, other=0.0)
     if REVERSE:
         tile = tl.trans(tile)
     at = head[:, None] * V + cols[None, :]
     mask = inside & (cols < V)[None, :]
-    total += tl.dot(tile, tl.load(y + at, mask=mask, other=0.0))
+    total += product(tile, tl.load(y + at, mask=mask, other=0.0))
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def gradients_kernel(
-    g, v, do, q_scaled, k_scaled, d_scores, seen, d_seen, dq, dk, dg, borders, firsts, scale, T, NC, H, V,
+def between_kernel(
+    v, do, seen, d_seen, dq, dk, both, d_scores, borders, firsts, T, NC, H, V,
     K: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of some channels of a chunk and head."""
+    """The gradients of q~ (to dq) and k~ (to dk) for some channels of a chunk and head, and the sum over v of S d.
+
+    The programs of the first channels keep dA.
+    """
     block, nh = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK)
     n, h = nh // H, nh % H
     start, count = place(n, borders, firsts, T, NC, PACKED, C)
@@ -214,100 +252,134 @@ def gradients_kernel(
     rows, channels = tl.arange(0, C), block * BK + tl.arange(0, BK)
     head = (start + rows).to(tl.int64) * H + h
     inside = (rows < count)[:, None]
-    place_of = n.to(tl.int64) * H + h
-    d_query = tl.zeros([C, BK], tl.float32)
-    d_key = tl.zeros([C, BK], tl.float32)
-    both = tl.zeros([BK], tl.float32)
+    at_states = nh.to(tl.int64) * K * V + channels[:, None] * V
+    d_query, d_key = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    dA = tl.zeros([C, C], tl.float32)
+    of_both = tl.zeros([BK], tl.float32)
     for first in range(0, V, BV):
         cols = first + tl.arange(0, BV)
         at = head[:, None] * V + cols[None, :]
         mask = inside & (cols < V)[None, :]
         value, d_out = tl.load(v + at, mask=mask, other=0.0), tl.load(do + at, mask=mask, other=0.0)
-        at = place_of * K * V + channels[:, None] * V + cols[None, :]
+        at = at_states + cols[None, :]
         mask = (channels < K)[:, None] & (cols < V)[None, :]
-        h_tile, d_tile = tl.load(seen + at, mask=mask, other=0.0), tl.load(d_seen + at, mask=mask, other=0.0)
-        d_query += tl.dot(d_out, tl.trans(h_tile))
-        d_key += tl.dot(value, tl.trans(d_tile))
-        both += tl.sum(h_tile.to(tl.float32) * d_tile.to(tl.float32), 1)
-
+        state, d_state = tl.load(seen + at, mask=mask, other=0.0), tl.load(d_seen + at, mask=mask, other=0.0)
+        d_query += product(d_out, tl.trans(state))
+        d_key += product(value, tl.trans(d_state))
+        dA += product(d_out, tl.trans(value))
+        of_both += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
     at = head[:, None] * K + channels[None, :]
     mask = inside & (channels < K)[None, :]
-    q_tile, k_tile = tl.load(q_scaled + at, mask=mask, other=0.0), tl.load(k_scaled + at, mask=mask, other=0.0)
-    x = decays(g, at, mask)
-    end = tl.sum(x, 0)
-    r = reference(end)
-    # S_next dS_next, from what chunks read of both
-    later = both * tl.exp(end - 2 * r) + tl.sum(k_tile.to(tl.float32) * d_key, 0)
+    tl.store(dq + at, d_query.to(dq.dtype.element_ty), mask=mask)
+    tl.store(dk + at, d_key.to(dk.dtype.element_ty), mask=mask)
+    tl.store(both + nh.to(tl.int64) * K + channels, of_both, mask=channels < K)
+    if block == 0:
+        dA = tl.where(causal(C), dA, 0.0)
+        tl.store(d_scores + head[:, None] * C + rows[None, :], dA.to(d_scores.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def of_pairs(dA, query, key, q_factor, k_factor):
+    """What dA brings to the gradients of q and k, and their difference, which g gets."""
+    q_part, k_part = (query * q_factor).to(dA.dtype), (key * k_factor).to(dA.dtype)
+    d_query, d_key = product(dA, k_part), product(tl.trans(dA), q_part)
+    return d_query * q_factor, d_key * k_factor, q_part * d_query - k_part * d_key
+
+
+@triton.jit
+def within_kernel(
+    q, k, g, d_scores, both, dq, dk, dg, borders, firsts, scale, T, NC, H,
+    K: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """From what between_kernel left: dq, dk and dg of some channels of a chunk and head."""
+    block, nh = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK)
+    n, h = nh // H, nh % H
+    start, count = place(n, borders, firsts, T, NC, PACKED, C)
+    if count <= 0:
+        return
+    rows, channels = tl.arange(0, C), block * BK + tl.arange(0, BK)
+    head = (start + rows).to(tl.int64) * H + h
+    inside = (rows < count)[:, None]
+    at = head[:, None] * K + channels[None, :]
+    mask = inside & (channels < K)[None, :]
+    inner, one, two = halves(decays(g, at, mask), C, BK)
+    query = tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * scale
+    key = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
     dA = tl.load(d_scores + head[:, None] * C + rows[None, :], mask=inside, other=0.0)
-    d_query += tl.dot(dA, k_tile)
-    d_key += tl.dot(tl.trans(dA), q_tile)
-    d_decay = tl.cumsum(q_tile.to(tl.float32) * d_query - k_tile.to(tl.float32) * d_key, 0, reverse=True)
-    G = tl.cumsum(x, 0)
-    tl.store(dg + at, (d_decay + later[None, :]).to(dg.dtype.element_ty), mask=mask)
-    tl.store(dq + at, (d_query * tl.exp(G - r[None, :]) * scale).to(dq.dtype.element_ty), mask=mask)
-    tl.store(dk + at, (d_key * tl.exp((end - r)[None, :] - G)).to(dk.dtype.element_ty), mask=mask)
+    # the gradient of g is what is left of sums that nearly cancel: both sides take the same roundings
+    d_query, d_key, d_decay = of_pairs(tl.where(together(C), dA, 0.0), query, key, *near(inner, one, two, C))
+    dq_part, dk_part, d_part = of_pairs(tl.where(together(C), 0.0, dA), query, key, *far(inner, one, two, C))
+    d_query, d_key, d_decay = d_query + dq_part, d_key + dk_part, d_decay + d_part
+
+    read, write = whole(inner, one, two, C)
+    q_part, k_part = (query * read).to(dA.dtype), (key * write).to(dA.dtype)
+    dq_part = tl.load(dq + at, mask=mask, other=0.0).to(tl.float32)
+    dk_part = tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
+    later = tl.load(both + nh.to(tl.int64) * K + channels, mask=channels < K, other=0.0) * tl.exp(one + two)
+    later += tl.sum(k_part * dk_part, 0)  # S_next d
+    d_decay = tl.cumsum(d_decay + q_part * dq_part - k_part * dk_part, 0, reverse=True) + later[None, :]
+    tl.store(dg + at, d_decay.to(dg.dtype.element_ty), mask=mask)
+    tl.store(dq + at, ((d_query + dq_part * read) * scale).to(dq.dtype.element_ty), mask=mask)
+    tl.store(dk + at, (d_key + dk_part * write).to(dk.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def row_of(x, j, C: tl.constexpr):
-    """Row j of a tile."""
-    return tl.sum(tl.where((tl.arange(0, C) == j)[:, None], x, 0.0), 0)
-
-
-@triton.jit
-def since(G, j, steep, C: tl.constexpr):
-    """exp(G_i - G_j) in steep channels, 0 in the others; where i is before j, it is not asked for."""
-    return tl.where(steep[None, :], tl.exp(tl.minimum(G - row_of(G, j, C)[None, :], 0.0)), 0.0)
+def row_of(x, j, N: tl.constexpr):
+    """Row j of a tile of N."""
+    return tl.sum(tl.where((tl.arange(0, N) == j)[:, None], x, 0.0), 0)
 
 
 @triton.jit
 def steep_kernel(
-    q, k, g, ends, scores, dq, dk, dg, borders, firsts, scale, T, NC, H,
+    q, k, g, sums, scores, dq, dk, dg, borders, firsts, scale, T, NC, H,
     K: tl.constexpr, BACKWARD: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Adds to A of a chunk and head what its steep channels bring. BACKWARD: to dq, dk and dg, from dA."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    """Adds to A what the steep channels of half a chunk bring. BACKWARD: to dq, dk and dg, from dA."""
+    S: tl.constexpr = C // 2
+    half, nh = tl.program_id(0) % 2, tl.program_id(0) // 2
+    n, h = nh // H, nh % H
     start, count = place(n, borders, firsts, T, NC, PACKED, C)
+    start, count = start + half * S, tl.minimum(count - half * S, S)
     if count <= 0:
         return
-    rows = tl.arange(0, C)
+    rows = tl.arange(0, S)
     head = (start + rows).to(tl.int64) * H + h
     inside = (rows < count)[:, None]
-    at_scores = head[:, None] * C + rows[None, :]
-    added = tl.zeros([C, C], tl.float32)
+    at_scores = head[:, None] * C + half * S + rows[None, :]
+    added = tl.zeros([S, S], tl.float32)
     found = 0
     for first in range(0, K, BK):
         channels = first + tl.arange(0, BK)
-        end = tl.load(ends + (n.to(tl.int64) * H + h) * K + channels, mask=channels < K, other=0.0)
-        steep = end < -STEEP
+        total = tl.load(sums + (nh.to(tl.int64) * 2 + half) * K + channels, mask=channels < K, other=0.0)
+        steep = total < -STEEP
         if tl.max(steep.to(tl.int32), 0) > 0:
             found = 1
             at = head[:, None] * K + channels[None, :]
             mask = inside & (channels < K)[None, :]
-            G = tl.cumsum(decays(g, at, mask), 0)
+            inner = tl.cumsum(decays(g, at, mask), 0)
             query = tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * scale
             key = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
+            d_query, d_key = tl.zeros([S, BK], tl.float32), tl.zeros([S, BK], tl.float32)
+            dA = tl.zeros([S, S], tl.float32)
             if BACKWARD:
-                dA = tl.load(scores + at_scores, mask=inside, other=0.0).to(tl.float32)
-                d_query = tl.zeros([C, BK], tl.float32)
-                d_key = tl.zeros([C, BK], tl.float32)
-                dG = tl.zeros([C, BK], tl.float32)
-                for j in range(count):
-                    of_j = (rows == j)[:, None]
-                    # of all queries with key j
-                    with_j = tl.sum(tl.where((rows == j)[None, :], dA, 0.0), 1)[:, None] * since(G, j, steep, C)
-                    d_query += with_j * row_of(key, j, C)[None, :]
-                    d_key += tl.where(of_j, tl.sum(with_j * query, 0)[None, :], 0.0)
-                    pairs = with_j * query * row_of(key, j, C)[None, :]
-                    dG += pairs - tl.where(of_j, tl.sum(pairs, 0)[None, :], 0.0)
-                d_decay = tl.cumsum(dG, 0, reverse=True)
+                dA += tl.load(scores + at_scores, mask=inside, other=0.0)
+            for j in range(count):
+                # exp(G_i - G_j); where i is before j, nobody asks
+                part = tl.exp(tl.minimum(inner - row_of(inner, j, S)[None, :], 0.0))
+                part = tl.where(steep[None, :], part, 0.0)
+                of_j = rows == j
+                if BACKWARD:
+                    part *= tl.sum(tl.where(of_j[None, :], dA, 0.0), 1)[:, None]
+                    d_query += part * row_of(key, j, S)[None, :]
+                    d_key += tl.where(of_j[:, None], tl.sum(part * query, 0)[None, :], 0.0)
+                else:
+                    column = tl.sum(query * row_of(key, j, S)[None, :] * part, 1)
+                    added += tl.where(of_j[None, :] & (rows >= j)[:, None], column[:, None], 0.0)
+            if BACKWARD:
+                d_decay = tl.cumsum(query * d_query - key * d_key, 0, reverse=True)
                 tl.store(dq + at, (tl.load(dq + at, mask=mask) + d_query * scale).to(dq.dtype.element_ty), mask=mask)
                 tl.store(dk + at, (tl.load(dk + at, mask=mask) + d_key).to(dk.dtype.element_ty), mask=mask)
                 tl.store(dg + at, (tl.load(dg + at, mask=mask) + d_decay).to(dg.dtype.element_ty), mask=mask)
-            else:
-                for j in range(count):
-                    column = tl.sum(query * row_of(key, j, C)[None, :] * since(G, j, steep, C), 1)
-                    added += tl.where((rows == j)[None, :] & (rows[:, None] >= j), column[:, None], 0.0)
     if not BACKWARD:
         if found > 0:
             tile = tl.load(scores + at_scores, mask=inside, other=0.0).to(tl.float32) + added
@@ -333,7 +405,7 @@ class Layout:
             sequence = torch.searchsorted(ends, n, right=True).clamp(max=self.sequences - 1)
             first = n - self.of_sequence.index_select(0, sequence)  # of its sequence's chunks
             self.firsts = cu_seqlens.index_select(0, sequence) + first * self.chunk
-            self.borders = cu_seqlens[1:].index_select(0, sequence)
+            self.borders = cu_seqlens.index_select(0, sequence + 1)
 
     @property
     def where(self) -> dict[str, Any]:
@@ -351,30 +423,22 @@ def sizes(kernel: str, K: int, V: int = 0) -> dict[str, int]:
     return found | ({"V": V} if V else {})
 
 
-def scaled(layout: Layout, q: Tensor, k: Tensor, g: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q', k' and G_C [N, H, K]."""
-    K = layout.size
-    q_scaled, k_scaled = torch.empty_like(q), torch.empty_like(k)
-    ends = q.new_empty(layout.chunks, layout.heads, K, dtype=torch.float32)
-    by = sizes("scaled", K)
-    grid = (layout.chunks * layout.heads * cdiv(K, by["BK"]),)
-    scaled_kernel[grid](q, k, g, q_scaled, k_scaled, ends, scale=scale, **layout.where, **by)
-    return q_scaled, k_scaled, ends
-
-
-def scores(layout: Layout, x: Tensor, y: Tensor) -> Tensor:
-    """tril(x y^T) of each chunk, [B, T, H, C]."""
-    found = x.new_empty(*x.shape[:3], layout.chunk)
+def prepare(layout: Layout, q: Tensor, k: Tensor, g: Tensor, scale: float, scores: bool = False) -> tuple[Tensor, ...]:
+    """q~, k~, sums of g [N, H, 2, K], and A [B, T, H, C] if asked for."""
+    q_read, k_write = torch.empty_like(q), torch.empty_like(k)
+    sums = q.new_empty(layout.chunks, layout.heads, 2, layout.size, dtype=torch.float32)
+    A = q.new_empty(*q.shape[:3], layout.chunk) if scores else None
     grid = (layout.chunks * layout.heads,)
-    scores_kernel[grid](x, y, found, **layout.where, **sizes("scores", x.shape[-1]))
-    return found
+    by = sizes("prepare", layout.size)
+    prepare_kernel[grid](q, k, g, q_read, k_write, sums, A, scale=scale, **layout.where, **by)
+    return q_read, k_write, sums, *((A,) if A is not None else ())
 
 
 def states(
     layout: Layout,
     x: Tensor,
     y: Tensor,
-    ends: Tensor,
+    sums: Tensor,
     initial: Tensor | None,
     output_final: bool,
     reverse: bool = False,
@@ -382,11 +446,11 @@ def states(
     """What each chunk reads of the state before it, [N, H, K, V], and the last state."""
     K, V = x.shape[-1], y.shape[-1]
     seen = x.new_empty(layout.chunks, layout.heads, K, V)
-    final = ends.new_empty(layout.sequences, layout.heads, K, V) if output_final else None
+    final = sums.new_empty(layout.sequences, layout.heads, K, V) if output_final else None
     by = sizes("states", K, V)
     grid = (layout.sequences * layout.heads * cdiv(K, by["BK"]) * cdiv(V, by["BV"]),)
     more = {"of_sequence": layout.of_sequence, "REVERSE": reverse}
-    states_kernel[grid](x, y, ends, seen, initial, final, **more, **layout.where, **by)
+    states_kernel[grid](x, y, sums, seen, initial, final, **more, **layout.where, **by)
     return seen, final
 
 
@@ -398,25 +462,30 @@ def outputs(layout: Layout, x: Tensor, y: Tensor, A: Tensor, seen: Tensor, rever
     return out
 
 
-def gradients(
-    layout: Layout, g, v, do, q_scaled, k_scaled, dA: Tensor, seen: Tensor, d_seen: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and g."""
-    dq, dk, dg = torch.empty_like(q_scaled), torch.empty_like(k_scaled), torch.empty_like(g)
-    by = sizes("gradients", layout.size, v.shape[-1])
+def between(layout: Layout, q, k, v, do, seen: Tensor, d_seen: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of q~ and k~, the sum over v of S d, and dA."""
+    dq, dk, dA = torch.empty_like(q), torch.empty_like(k), q.new_empty(*q.shape[:3], layout.chunk)
+    both = q.new_empty(layout.chunks, layout.heads, layout.size, dtype=torch.float32)
+    by = sizes("between", layout.size, v.shape[-1])
     grid = (layout.chunks * layout.heads * cdiv(layout.size, by["BK"]),)
-    gradients_kernel[grid](
-        g, v, do, q_scaled, k_scaled, dA, seen, d_seen, dq, dk, dg, scale=scale, **layout.where, **by
-    )
-    return dq, dk, dg
+    between_kernel[grid](v, do, seen, d_seen, dq, dk, both, dA, **layout.where, **by)
+    return dq, dk, both, dA
 
 
-def steep(layout: Layout, q, k, g, ends, found: Tensor, scale: float, gradients: tuple[Tensor, ...] = ()) -> None:
+def within(layout: Layout, q, k, g, dq, dk, both: Tensor, dA: Tensor, scale: float) -> Tensor:
+    """Makes dq and dk the gradients of q and k, but for what steep channels bring, and returns that of g."""
+    dg = torch.empty_like(g)
+    by = sizes("within", layout.size)
+    grid = (layout.chunks * layout.heads * cdiv(layout.size, by["BK"]),)
+    within_kernel[grid](q, k, g, dA, both, dq, dk, dg, scale=scale, **layout.where, **by)
+    return dg
+
+
+def steep(layout: Layout, q, k, g, sums, found: Tensor, scale: float, gradients: tuple[Tensor, ...] = ()) -> None:
     """Add what steep channels bring to A, or, from dA, to `gradients` of q, k and g."""
-    dq, dk, dg = gradients or (None, None, None)
-    grid = (layout.chunks * layout.heads,)
+    grid = (2 * layout.chunks * layout.heads,)
     steep_kernel[grid](
-        q, k, g, ends, found, dq, dk, dg, scale=scale, BACKWARD=bool(gradients), **layout.where,
+        q, k, g, sums, found, *(gradients or (None,) * 3), scale=scale, BACKWARD=bool(gradients), **layout.where,
         **sizes("steep", layout.size),
     )  # fmt: skip
 
@@ -429,26 +498,25 @@ class GatedLinearAttention(torch.autograd.Function):
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         initial = None if initial_state is None else initial_state.contiguous()
         layout = Layout(q, cu_seqlens)
-        q_scaled, k_scaled, ends = scaled(layout, q, k, g, scale)
-        A = scores(layout, q_scaled, k_scaled)
-        steep(layout, q, k, g, ends, A, scale)
-        seen, final = states(layout, k_scaled, v, ends, initial, output_final_state)
+        q_read, k_write, sums, A = prepare(layout, q, k, g, scale, scores=True)
+        steep(layout, q, k, g, sums, A, scale)
+        seen, final = states(layout, k_write, v, sums, initial, output_final_state)
         ctx.save_for_backward(q, k, v, g, initial, A)
         ctx.layout, ctx.scale = layout, scale
-        return outputs(layout, q_scaled, v, A, seen), final
+        return outputs(layout, q_read, v, A, seen), final
 
     @staticmethod
     def backward(ctx, do, d_final):
         q, k, v, g, initial, A = ctx.saved_tensors
         layout, scale, do = ctx.layout, ctx.scale, do.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
-        q_scaled, k_scaled, ends = scaled(layout, q, k, g, scale)
-        seen, _ = states(layout, k_scaled, v, ends, initial, False)
-        d_seen, d_initial = states(layout, q_scaled, do, ends, d_final, initial is not None, reverse=True)
-        dv = outputs(layout, k_scaled, do, A, d_seen, reverse=True)
-        dA = scores(layout, do, v)
-        dq, dk, dg = gradients(layout, g, v, do, q_scaled, k_scaled, dA, seen, d_seen, scale)
-        steep(layout, q, k, g, ends, dA, scale, (dq, dk, dg))
+        q_read, k_write, sums = prepare(layout, q, k, g, scale)
+        seen, _ = states(layout, k_write, v, sums, initial, False)
+        d_seen, d_initial = states(layout, q_read, do, sums, d_final, initial is not None, reverse=True)
+        dv = outputs(layout, k_write, do, A, d_seen, reverse=True)
+        dq, dk, both, dA = between(layout, q, k, v, do, seen, d_seen)
+        dg = within(layout, q, k, g, dq, dk, both, dA, scale)
+        steep(layout, q, k, g, sums, dA, scale, (dq, dk, dg))
         return dq, dk, dv, dg, None, d_initial, None, None
 
 

@@ -186,7 +186,7 @@ def test_the_candidate_beside_fla(monkeypatch, tmp_path):
     monkeypatch.setattr(beside, "graph_time", timed)
     monkeypatch.setattr(beside, "fla", beside.ours.gla)
     monkeypatch.setattr(beside, "SHAPES", {"small": (2, 70, 2, 16, 32, 3)})
-    monkeypatch.setattr(beside, "TRIED", {name: {"BK": (16, 32)} for name in ("scaled", "scores")})
+    monkeypatch.setattr(beside, "TRIED", {"prepare": {"BK": (16, 32)}, "outputs": {"BK": (16, 32), "BV": (16,)}})
     monkeypatch.setattr(beside.ours, "SIZES", dict(beside.ours.SIZES))
     out = tmp_path / "gla.json"
     monkeypatch.setattr("sys.argv", ["gla_beside_fla.py", "--sweep", "--out", str(out)])
@@ -194,5 +194,5 @@ def test_the_candidate_beside_fla(monkeypatch, tmp_path):
     first, *tried, mine = json.loads(out.read_text())["rows"]
     assert (first["kernels"], mine["kernels"], mine["saved_ms"]) == ("fla", "ours", 0)
     assert [x["BK"] for x in tried] == [16, 32] * 2
-    assert mine["sizes"]["scaled"] == {"BK": 16}
+    assert mine["sizes"]["prepare"] == {"BK": 16}
     assert all(first[name] == mine[name] < 0.01 for name in ("o", "dq", "dk", "dv", "dg"))

@@ -59,8 +59,9 @@ def compile_kernels(cache: Path, *options: str) -> dict:
             errors.setdefault(launch["kernel"], f"{launch['kernel']} in {launch['case']}\n{launch['error']}")
     assert not errors, "\n".join(errors.values())
 
-    # an assembler that takes what a product adds to for dead leaves the product out, and says nothing
-    dropped = [x for x in found["launches"] if x["products"] != x.get("machine_products", 0)]
+    # an assembler that takes what a product adds to for dead leaves the product out, and says nothing; one that unrolls
+    # a loop has more of them
+    dropped = [x for x in found["launches"] if x["products"] > x.get("machine_products", 0)]
     assert not dropped, f"products that are in the PTX and not in the machine code: {dropped}"
 
     large = [launch for launch in found["launches"] if launch["shared"] > SHARED]
