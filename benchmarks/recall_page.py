@@ -15,7 +15,7 @@ from study import HIGHER, Verdict, judge, show, table
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "recall.md", ROOT / "benchmarks" / "study"
 PLACE = re.compile(r"(<!-- recall: (?P<name>\w+) -->\n).*?(<!-- /recall -->)", re.DOTALL)
-ROUNDS = ("first", "controls", "rates")
+ROUNDS = ("first", "controls", "rates", "long")
 HALF = 50  # per cent: a run that answers more has learned the task
 DECAY, GDN = "gla-projected-decay", "gated-deltanet"
 # of each round: {claim: (task, row, what it answers more than)}
@@ -47,6 +47,14 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
         "T3": ("own rate", "ccq-gla-open", "gla-unit"),
         "T4": ("rate 1e-3", DECAY, "gla-unit"),
         "T5": ("rate 3e-3", DECAY, "gla-unit"),
+    },
+    "long": {
+        "L1": ("2000 steps", DECAY, "gla-unit"),
+        "L2": ("2000 steps", DECAY, "gla-other-head"),
+        "L3": ("2000 steps", DECAY, "ccq-gla-free-scale"),
+        "L4": ("2000 steps", DECAY, "gla-current-key"),
+        "L5": ("2000 steps", DECAY, "gla-projected"),
+        "L6": ("2000 steps", DECAY, "gla-unit-equal-state"),
     },
 }
 

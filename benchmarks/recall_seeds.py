@@ -3,6 +3,7 @@
     python benchmarks/recall_seeds.py first       # a quarter of an hour on two cores; writes study/recall_first.json
     python benchmarks/recall_seeds.py controls    # an hour and a quarter; writes study/recall_controls.json
     python benchmarks/recall_seeds.py rates       # half an hour; writes study/recall_rates.json
+    python benchmarks/recall_seeds.py long        # an hour and a quarter; writes study/recall_long.json
     python benchmarks/recall_seeds.py first --quick    # two steps of one seed, writes nothing: does the script work?
 
 The models and the first task are those of `make run`. A run is a folder of runs/recall_seeds; stopped, the same command
@@ -57,7 +58,12 @@ RIVALS = (
 )  # fmt: skip
 LONG = ("gla-unit", "gla-other-head", "gla-projected-decay", "gated-deltanet", "gated-deltanet-projected-decay")
 OPEN = ("gla-unit", "ccq-gla-open", "gla-projected", "gla-projected-decay")
+LAST = (
+    "gla-unit", "gla-unit-equal-state", "ccq-gla-free-scale", "gla-other-head", "gla-current-key", "gla-projected",
+    "gla-projected-decay",
+)  # fmt: skip
 FIRST, SECOND, THIRD = ("3e-3", "1e-2", "3e-2"), ("1e-3", "3e-3", "1e-2"), ("3e-4", "1e-3", "3e-3")
+FOURTH = ("5e-4", "1e-3", "2e-3")
 ROUNDS = {
     "first": Round(
         {"recall": Task(READS, 0, "32x8x1000", FIRST), "overwritten": Task(READS, 2, "32x6x1000", FIRST)},
@@ -78,6 +84,11 @@ ROUNDS = {
         },
         seeds=range(400, 420),
         searched=range(1000, 1010),
+    ),
+    "long": Round(
+        {"2000 steps": Task(LAST, 2, "32x6x1000", FOURTH, 2000)},
+        seeds=range(500, 520),
+        searched=range(1000, 1005),
     ),
 }
 
