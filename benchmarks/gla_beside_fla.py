@@ -37,11 +37,11 @@ SHAPES = {
 DEVICE = "cuda"
 TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     # two programs of eight warps fit on a multiprocessor with 128 registers a thread
-    "prepare": {"BK": (32, 64), "num_warps": (4, 8), "num_stages": (1, 3), "maxnreg": (128, 255)},
+    "prepare": {"BK": (32, 64), "num_warps": (8, 16), "num_stages": (1, 3), "maxnreg": (128, 255)},
     "states": {"BK": (64, 128), "BV": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
     "outputs": {"BK": (32, 64), "BV": (128, 256), "num_warps": (4, 8), "num_stages": (2, 3)},
     "between": {"BK": (64, 128), "BV": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3)},
-    "within": {"BK": (16, 32, 64), "num_warps": (4, 8), "maxnreg": (128, 255)},
+    "within": {"BK": (16, 32, 64), "num_warps": (8, 16), "maxnreg": (128, 255)},
 }
 
 

@@ -43,11 +43,11 @@ LEAST = tl.constexpr(-100.0)  # a log-decay: e^-100 is nothing, and sums of larg
 # tries others
 CHUNK = 64
 SIZES: dict[str, dict[str, int]] = {
-    "prepare": {"BK": 32, "num_warps": 8},
+    "prepare": {"BK": 32, "num_warps": 8, "maxnreg": 128},
     "states": {"BK": 64, "BV": 64, "num_warps": 4},
     "outputs": {"BK": 64, "BV": 128, "num_warps": 4},
     "between": {"BK": 64, "BV": 64, "num_warps": 8},
-    "within": {"BK": 32, "num_warps": 8},
+    "within": {"BK": 16, "num_warps": 8},
     "steep": {"BK": 32, "num_warps": 4},
 }
 
