@@ -112,14 +112,27 @@ def calls(shape: tuple[int, ...]) -> dict[str, Callable[[], object]]:
         "outputs": lambda: ours.outputs(layout, q_read, v, A, seen),
         "outputs, reverse": lambda: ours.outputs(layout, k_write, do, A, d_seen, reverse=True),
         "between": lambda: ours.between(layout, q, k, v, do, seen, d_seen),
-        "within": lambda: ours.within(layout, q, k, g, dq.clone(), dk.clone(), both, dA, scale),
+        "within": lambda: ours.within(layout, q, k, g, dq, dk, both, dA, scale),
         "steep": lambda: ours.steep(layout, q, k, g, sums, A, scale),
     }
 
 
+def bytes_moved(shape: tuple[int, ...], tokens: int) -> int:
+    """By our kernels for a layer, forward and backward, if no tensor of a launch is moved twice; all are in bf16."""
+    B, T, H, K, V, _ = shape
+    keys, values, scores = (2 * B * T * H * size for size in (K, V, tokens))
+    states = 2 * B * -(-T // tokens) * H * K * V
+    prepare, run = 5 * keys, keys + values + states
+    outputs = keys + states + 2 * values + scores
+    between, within = 2 * (values + states + keys) + scores, 8 * keys + scores
+    return (prepare + scores + run + outputs) + (prepare + 2 * run + outputs + between + within)
+
+
 def choices(kernel: str) -> list[dict[str, int]]:
+    """The sizes to try, but for those whose program takes more registers than a multiprocessor has."""
     tried = TRIED[kernel]
-    return [dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values())]
+    found = [dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values())]
+    return [x for x in found if 32 * x.get("num_warps", 0) * x.get("maxnreg", 0) <= 65536]
 
 
 def compile_all(alone: dict[str, Callable[[], object]]) -> None:
@@ -162,7 +175,7 @@ def sweep(name: str, shape: tuple[int, ...], tokens: int) -> Iterator[dict]:
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict]:
-    for name in options.shapes.split(","):
+    for name in options.shapes:
         shape, untouched = SHAPES[name], dict(ours.SIZES)
         row = {"shape": name, "kernels": "fla", **times(fla, shape), **errors(fla, shape)}
         yield row
@@ -172,6 +185,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
                 yield from sweep(name, shape, tokens)
             alone = {kernel: graph_time(call, inner=5)["median"] for kernel, call in calls(shape).items()}
             mine = {"shape": name, "kernels": "ours", "chunk": tokens, **times(ours.gla, shape)}
+            mine["tb_s"] = bytes_moved(shape, tokens) / mine["both_ms"] / 1e9
             saved = shape[-1] * (row["both_ms"] - mine["both_ms"])
             yield {**mine, **errors(ours.gla, shape), "saved_ms": saved, "alone_ms": alone, "sizes": dict(ours.SIZES)}
             ours.SIZES.update(untouched)
@@ -184,6 +198,11 @@ def main() -> None:
     parser.add_argument("--chunks", default="64", help="tokens of a chunk, with commas between (default: %(default)s)")
     parser.add_argument("--sweep", action="store_true", help="try several sizes of each kernel")
     options = parser.parse_args()
+    options.shapes = options.shapes.split(",")
+    if unknown := [name for name in options.shapes if name not in SHAPES]:
+        parser.error(f"--shapes: there is no {', '.join(unknown)}; there are {', '.join(SHAPES)}")
+    if not torch.cuda.is_available() and DEVICE == "cuda":
+        parser.error("no NVIDIA GPU here")
     rows = []
     for row in measured(options):
         rows.append(row)

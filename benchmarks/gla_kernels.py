@@ -165,9 +165,9 @@ def states_kernel(
     x, y, sums, seen, initial, final, borders, firsts, of_sequence, T, NC, H, V,
     K: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """S through the chunks of a sequence, from x = k~ and y = v; what each chunk reads of it goes to `seen`.
+    """S through the chunks of a sequence, from x = k~ and y = v; S before each chunk goes to `seen`.
 
-    REVERSE: dS from the last chunk to the first, from x = q~ and y = do.
+    REVERSE: dS from the last chunk to the first, from x = q~ and y = do; d of each chunk goes there.
     """
     of_values, pair = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     of_keys, sh = pair % tl.cdiv(K, BK), pair // tl.cdiv(K, BK)
@@ -443,7 +443,7 @@ def states(
     output_final: bool,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What each chunk reads of the state before it, [N, H, K, V], and the last state."""
+    """S before each chunk, or d behind it, [N, H, K, V], and the last one of each sequence."""
     K, V = x.shape[-1], y.shape[-1]
     seen = x.new_empty(layout.chunks, layout.heads, K, V)
     final = sums.new_empty(layout.sequences, layout.heads, K, V) if output_final else None

@@ -196,3 +196,24 @@ def test_the_candidate_beside_fla(monkeypatch, tmp_path):
     assert [x["BK"] for x in tried] == [16, 32] * 2
     assert mine["sizes"]["prepare"] == {"BK": 16}
     assert all(first[name] == mine[name] < 0.01 for name in ("o", "dq", "dk", "dv", "dg"))
+
+
+def test_the_candidate_names_what_it_cannot_measure(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    beside = script("benchmarks/gla_beside_fla.py")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for options, told in ((["--shapes", "1.3"], "there is no 1.3; there are 1.3b"), ([], "no NVIDIA GPU here")):
+        monkeypatch.setattr("sys.argv", ["gla_beside_fla.py", "--out", "unused.json", *options])
+        with pytest.raises(SystemExit):
+            beside.main()
+        assert told in capsys.readouterr().err
+
+
+def test_what_docs_say_the_candidate_moves():
+    """GB of a layer at 1.3B, and their time at the speed of a copy."""
+    pytest.importorskip("triton")
+    beside = script("benchmarks/gla_beside_fla.py")
+    moved = beside.bytes_moved(beside.SHAPES["1.3b"], 64) / 1e9
+    text = " ".join((Path(__file__).parent.parent / "docs" / "kernels.md").read_text().split())
+    assert f"move {moved:.0f} GB a layer forward and backward" in text
+    assert f"which a copy takes {moved / 4.2:.1f} ms for" in text
