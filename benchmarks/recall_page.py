@@ -15,7 +15,7 @@ from study import HIGHER, Verdict, judge, show, table
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "recall.md", ROOT / "benchmarks" / "study"
 PLACE = re.compile(r"(<!-- recall: (?P<name>\w+) -->\n).*?(<!-- /recall -->)", re.DOTALL)
-ROUNDS = ("first", "controls", "rates", "long")
+ROUNDS = ("first", "controls", "rates", "long", "noise")
 HALF = 50  # per cent: a run that answers more has learned the task
 DECAY, GDN = "gla-projected-decay", "gated-deltanet"
 # of each round: {claim: (task, row, what it answers more than)}
@@ -55,6 +55,14 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
         "L4": ("2000 steps", DECAY, "gla-current-key"),
         "L5": ("2000 steps", DECAY, "gla-projected"),
         "L6": ("2000 steps", DECAY, "gla-unit-equal-state"),
+    },
+    "noise": {
+        "N1": ("noise", DECAY, "gla-unit"),
+        "N2": ("noise", DECAY, "gla-unit-equal-state"),
+        "N3": ("noise", DECAY, "gla-other-head"),
+        "N4": ("noise", DECAY, "gla-mean-key"),
+        "N5": ("noise", DECAY, "gla-projected"),
+        "N6": ("noise", "ccq-gla-free-scale", "gla-unit"),
     },
 }
 

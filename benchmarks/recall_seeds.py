@@ -4,10 +4,11 @@
     python benchmarks/recall_seeds.py controls    # an hour and a quarter; writes study/recall_controls.json
     python benchmarks/recall_seeds.py rates       # half an hour; writes study/recall_rates.json
     python benchmarks/recall_seeds.py long        # an hour and a quarter; writes study/recall_long.json
+    python benchmarks/recall_seeds.py noise       # an hour and a quarter; writes study/recall_noise.json
     python benchmarks/recall_seeds.py first --quick    # two steps of one seed, writes nothing: does the script work?
 
-The models and the first task are those of `make run`. A run is a folder of runs/recall_seeds; stopped, the same command
-resumes with what is missing.
+The models and the tasks of MQAR are those of `make run`. A run is a folder of runs/recall_seeds; stopped, the same
+command resumes with what is missing.
 """
 
 from __future__ import annotations
@@ -41,6 +42,20 @@ class Task:
     asked: str  # after training: tokens x pairs x samples
     rates: tuple[str, ...]
     steps: int = 500
+    noise: str = ""  # the share of noise, of MAD's recall; none: MQAR
+
+    @property
+    def name(self) -> str:
+        return f"noise{self.noise}" if self.noise else f"{self.updates}"
+
+    @property
+    def training(self) -> dict[str, str]:
+        """Options of `ccq train`."""
+        if not self.noise:
+            return {"updates": f"{self.updates}"}
+        kind = " ".join(self.asked.split("x")[:2])
+        slices = {"slices": f"{kind} 20000", "valid-slices": f"{kind} 256"}
+        return {"source": "mad", "noise": self.noise, "recall-vocab-size": "32", **slices}
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,10 @@ LAST = (
 )  # fmt: skip
 FIRST, SECOND, THIRD = ("3e-3", "1e-2", "3e-2"), ("1e-3", "3e-3", "1e-2"), ("3e-4", "1e-3", "3e-3")
 FOURTH = ("5e-4", "1e-3", "2e-3")
+NOISY = (
+    "gla-unit", "gla-unit-equal-state", "ccq-gla-free-scale", "gla-other-head", "gla-mean-key", "gla-projected",
+    "gla-projected-decay",
+)  # fmt: skip
 ROUNDS = {
     "first": Round(
         {"recall": Task(READS, 0, "32x8x1000", FIRST), "overwritten": Task(READS, 2, "32x6x1000", FIRST)},
@@ -90,6 +109,11 @@ ROUNDS = {
         seeds=range(500, 520),
         searched=range(1000, 1005),
     ),
+    "noise": Round(
+        {"noise": Task(NOISY, 0, "64x1x1000", FOURTH, 1000, noise="0.8")},
+        seeds=range(600, 620),
+        searched=range(1000, 1005),
+    ),
 }
 
 
@@ -103,7 +127,7 @@ class Job:
     @property
     def name(self) -> str:
         """Of its folder: tasks that train alike share their runs."""
-        return f"{self.row}-{self.task.updates}-{self.task.steps}-{self.rate}-seed{self.seed}"
+        return f"{self.row}-{self.task.name}-{self.task.steps}-{self.rate}-seed{self.seed}"
 
 
 def ccq(*arguments: str) -> None:
@@ -116,23 +140,26 @@ def run(job: Job, folder: Path) -> dict[str, float]:
     """Train and test one model: validation loss after the last step, and the share of keys answered in the test."""
     torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it gives
     out, task = folder / job.name, job.task
-    if not (out / "eval" / "mqar.json").exists():
+    suite = "mad" if task.noise else "mqar"
+    scored = out / "eval" / f"{suite}.json"
+    if not scored.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{job.name}.txt").open("a") as log, contextlib.redirect_stdout(log):
             ccq(
                 "train", recipe_name(job.row, "tiny"), "--run-dir", f"{out}", "--seed", f"{job.seed}",
                 "--optimizer.lr", job.rate, "--steps", f"{task.steps}", "--optimizer.warmup", f"{min(20, task.steps)}",
-                "--model.conv-size", "4", "--model.num-hidden-layers", "1", "--data.updates", f"{task.updates}",
+                "--model.conv-size", "4", "--model.num-hidden-layers", "1",
+                *(x for name, value in task.training.items() for x in (f"--data.{name}", *value.split())),
                 "--runtime.device", "cpu", "--runtime.no-tensorboard", "--runtime.checkpoint-every", "100000",
                 "--runtime.validate-every", "100000",
             )  # fmt: skip
             ccq(
-                "eval", f"{out}", "--out", f"{out}/eval", "--suite", "mqar", "--slices", task.asked,
+                "eval", f"{out}", "--out", f"{out}/eval", "--suite", suite, "--slices", task.asked,
                 "--seed", "0", "--device", "cpu", "--dtype", "float32",
             )  # fmt: skip
     log_rows = map(json.loads, (out / "log.jsonl").read_text().splitlines())
     loss = [row["valid_loss"] for row in log_rows if "valid_loss" in row][-1]
-    scores = json.loads((out / "eval" / "mqar.json").read_text())["scores"]
+    scores = json.loads(scored.read_text())["scores"]
     (answered,) = (score["value"] for score in scores.values())
     return {"valid_loss": float("inf") if loss is None else loss, "answered": answered}  # None: it diverged
 
