@@ -20,7 +20,8 @@ exp(G_i - G_j) is a factor of q_i times one of k_j, but neither may overflow, an
 more in 64 tokens. So a chunk has two halves. Across them, q_i forgets from the border of the halves, and k_j up to it.
 Within one, both count from the middle of what it forgets: exponents of at most D / 2, where D is the sum of its g. A
 channel is steep in a half where -D is over STEEP, 4.4 a token. There A, dq and dk are computed pair by pair, which is
-exact for every decay, but slow. Channels of the shipped models are hardly ever steep, as a test says.
+exact for every decay, but slow. Channels of the shipped models are hardly ever steep, as a test says. Sums of g over
+tokens are products with ones, which take fewer instructions than shuffles between threads.
 
 M tokens of all sequences, H heads, K key size, V value size, N chunks of all sequences.
 """
@@ -43,11 +44,11 @@ LEAST = tl.constexpr(-100.0)  # a log-decay: e^-100 is nothing, and sums of larg
 # tries others
 CHUNK = 64
 SIZES: dict[str, dict[str, int]] = {
-    "prepare": {"BK": 32, "num_warps": 8, "maxnreg": 128},
+    "prepare": {"BK": 32, "num_warps": 4},
     "states": {"BK": 64, "BV": 64, "num_warps": 4},
     "outputs": {"BK": 64, "BV": 128, "num_warps": 4},
     "between": {"BK": 64, "BV": 64, "num_warps": 8},
-    "within": {"BK": 16, "num_warps": 8},
+    "within": {"BK": 16, "num_warps": 2},
     "steep": {"BK": 32, "num_warps": 4},
 }
 
@@ -74,38 +75,30 @@ def decays(g, at, mask):
 
 
 @triton.jit
-def halves(x, C: tl.constexpr, BK: tl.constexpr):
-    """Log-decays, summed from the start of each half of a chunk, and both sums."""
-    early = (tl.arange(0, C) < C // 2)[:, None]
-    one, two = tl.sum(tl.where(early, x, 0.0), 0), tl.sum(tl.where(early, 0.0, x), 0)
-    return tl.reshape(tl.cumsum(tl.reshape(x, [2, C // 2, BK]), 1), [C, BK]), one, two
-
-
-# factors of q and k, from these three. Computed where they are used: a kernel has no registers for all of them
-
-
-@triton.jit
-def near(inner, one, two, C: tl.constexpr):
-    """For pairs within a half."""
-    total = tl.where((tl.arange(0, C) < C // 2)[:, None], one[None, :], two[None, :])
-    centred, gentle, nothing = inner - total / 2, total >= -STEEP, float("-inf")
-    return tl.exp(tl.where(gentle, centred, nothing)), tl.exp(tl.where(gentle, -centred, nothing))
-
-
-@triton.jit
-def far(inner, one, two, C: tl.constexpr):
-    """For pairs across halves."""
-    early = (tl.arange(0, C) < C // 2)[:, None]
-    factor = tl.exp(tl.where(early, one[None, :] - inner, inner))
-    return tl.where(early, 0.0, factor), tl.where(early, factor, 0.0)
+def sums_before(x, PARTS: tl.constexpr, REVERSE: tl.constexpr = False):
+    """The sums of x from the first row to each, or from the last: a product with ones, x in so many bf16 parts."""
+    N: tl.constexpr = x.shape[0]
+    rows = tl.arange(0, N)
+    before = rows[:, None] >= rows[None, :]
+    if REVERSE:
+        before = rows[:, None] <= rows[None, :]
+    ones = tl.where(before, 1.0, 0.0).to(tl.bfloat16)  # Triton's interpreter makes no bf16 of integers
+    part = x.to(tl.bfloat16)
+    total = tl.dot(ones, part)
+    for _ in tl.static_range(1, PARTS):
+        x -= part.to(tl.float32)
+        part = x.to(tl.bfloat16)
+        total = tl.dot(ones, part, total)
+    return total
 
 
 @triton.jit
-def whole(inner, one, two, C: tl.constexpr):
-    """For states, before the chunk and behind it."""
-    early = (tl.arange(0, C) < C // 2)[:, None]
-    read = inner + tl.where(early, 0.0, one[None, :])
-    return tl.exp(read), tl.exp((one + two)[None, :] - read)
+def centres(total):
+    """Of a half of a chunk, by channel: whether pairs of it may count from its middle; from where q counts, and k; and
+    what is left from the half's start to there, as from there to its end."""
+    gentle = total >= -STEEP
+    middle = tl.where(gentle, total / 2, 0.0)
+    return gentle.to(tl.float32), middle, total - middle, tl.where(gentle, tl.exp(middle), 1.0)
 
 
 @triton.jit
@@ -115,49 +108,59 @@ def causal(C: tl.constexpr):
 
 
 @triton.jit
-def together(C: tl.constexpr):
-    """Which pairs are in one half."""
-    early = tl.arange(0, C) < C // 2
-    return early[:, None] == early[None, :]
-
-
-@triton.jit
 def prepare_kernel(
     q, k, g, q_read, k_write, sums, scores, borders, firsts, scale, T, NC, H,
-    K: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """q~, k~, the sums of g in both halves, and A, of a chunk and head."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, count = place(n, borders, firsts, T, NC, PACKED, C)
     if count <= 0:
         return
-    rows = tl.arange(0, C)
-    head = (start + rows).to(tl.int64) * H + h
-    inside = (rows < count)[:, None]
-    A_near, A_far = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    S: tl.constexpr = C // 2
+    rows = tl.arange(0, S)
+    one, two = (start + rows).to(tl.int64) * H + h, (start + S + rows).to(tl.int64) * H + h
+    in_one, in_two = (rows < count)[:, None], (rows < count - S)[:, None]
+    A_one, A_two, A_far = tl.zeros([S, S], tl.float32), tl.zeros([S, S], tl.float32), tl.zeros([S, S], tl.float32)
     kind = q_read.dtype.element_ty
     for first in range(0, K, BK):
         channels = first + tl.arange(0, BK)
-        at = head[:, None] * K + channels[None, :]
-        mask = inside & (channels < K)[None, :]
-        inner, one, two = halves(decays(g, at, mask), C, BK)
-        query = tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * scale
-        key = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
-        read, write = whole(inner, one, two, C)
-        tl.store(q_read + at, (query * read).to(kind), mask=mask)
-        tl.store(k_write + at, (key * write).to(kind), mask=mask)
+        known = channels < K
+        at_one, at_two = one[:, None] * K + channels[None, :], two[:, None] * K + channels[None, :]
+        mask_one, mask_two = in_one & known[None, :], in_two & known[None, :]
+        g_one, g_two = decays(g, at_one, mask_one), decays(g, at_two, mask_two)
+        total_one, total_two = tl.sum(g_one, 0), tl.sum(g_two, 0)
         at_sums = (n.to(tl.int64) * H + h) * 2 * K + channels
-        tl.store(sums + at_sums, one, mask=channels < K)
-        tl.store(sums + at_sums + K, two, mask=channels < K)
+        tl.store(sums + at_sums, total_one, mask=known)
+        tl.store(sums + at_sums + K, total_two, mask=known)
+
+        gentle, q_from, k_from, left_one = centres(total_one)
+        inner = sums_before(g_one, PARTS)
+        query = tl.load(q + at_one, mask=mask_one, other=0.0).to(tl.float32) * scale * tl.exp(inner - q_from[None, :])
+        key = tl.load(k + at_one, mask=mask_one, other=0.0).to(tl.float32) * tl.exp(k_from[None, :] - inner)
+        tl.store(q_read + at_one, (query * left_one[None, :]).to(kind), mask=mask_one)
+        tl.store(k_write + at_one, (key * (left_one * tl.exp(total_two))[None, :]).to(kind), mask=mask_one)
         if scores is not None:
-            q_part, k_part = near(inner, one, two, C)
-            A_near += product((query * q_part).to(kind), tl.trans((key * k_part).to(kind)))
-            q_part, k_part = far(inner, one, two, C)
-            A_far += product((query * q_part).to(kind), tl.trans((key * k_part).to(kind)))
+            A_one += product((query * gentle[None, :]).to(kind), tl.trans(key.to(kind)))
+            far = tl.trans((key * left_one[None, :]).to(kind))
+
+        gentle, q_from, k_from, left_two = centres(total_two)
+        inner = sums_before(g_two, PARTS)
+        query = tl.load(q + at_two, mask=mask_two, other=0.0).to(tl.float32) * scale * tl.exp(inner - q_from[None, :])
+        key = tl.load(k + at_two, mask=mask_two, other=0.0).to(tl.float32) * tl.exp(k_from[None, :] - inner)
+        tl.store(q_read + at_two, (query * (left_two * tl.exp(total_one))[None, :]).to(kind), mask=mask_two)
+        tl.store(k_write + at_two, (key * left_two[None, :]).to(kind), mask=mask_two)
+        if scores is not None:
+            A_two += product((query * gentle[None, :]).to(kind), tl.trans(key.to(kind)))
+            A_far += product((query * left_two[None, :]).to(kind), far)
     if scores is not None:
-        # of pairs that are not causal, A_near may be infinite
-        A = tl.where(causal(C), tl.where(together(C), A_near, A_far), 0.0)
-        tl.store(scores + head[:, None] * C + rows[None, :], A.to(kind), mask=inside)
+        # of pairs that are not causal, A may be infinite
+        causal = rows[:, None] >= rows[None, :]
+        at_one, at_two = scores + one[:, None] * C + rows[None, :], scores + two[:, None] * C + rows[None, :]
+        tl.store(at_one, tl.where(causal, A_one, 0.0).to(kind), mask=in_one)
+        tl.store(at_one + S, tl.zeros([S, S], kind), mask=in_one)
+        tl.store(at_two, A_far.to(kind), mask=in_two)
+        tl.store(at_two + S, tl.where(causal, A_two, 0.0).to(kind), mask=in_two)
 
 
 @triton.jit
@@ -279,17 +282,9 @@ def between_kernel(
 
 
 @triton.jit
-def of_pairs(dA, query, key, q_factor, k_factor):
-    """What dA brings to the gradients of q and k, and their difference, which g gets."""
-    q_part, k_part = (query * q_factor).to(dA.dtype), (key * k_factor).to(dA.dtype)
-    d_query, d_key = product(dA, k_part), product(tl.trans(dA), q_part)
-    return d_query * q_factor, d_key * k_factor, q_part * d_query - k_part * d_key
-
-
-@triton.jit
 def within_kernel(
-    q, k, g, d_scores, both, dq, dk, dg, borders, firsts, scale, T, NC, H,
-    K: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    q, k, g, sums, d_scores, both, dq, dk, dg, borders, firsts, scale, T, NC, H,
+    K: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """From what between_kernel left: dq, dk and dg of some channels of a chunk and head."""
     block, nh = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK)
@@ -297,30 +292,63 @@ def within_kernel(
     start, count = place(n, borders, firsts, T, NC, PACKED, C)
     if count <= 0:
         return
-    rows, channels = tl.arange(0, C), block * BK + tl.arange(0, BK)
-    head = (start + rows).to(tl.int64) * H + h
-    inside = (rows < count)[:, None]
-    at = head[:, None] * K + channels[None, :]
-    mask = inside & (channels < K)[None, :]
-    inner, one, two = halves(decays(g, at, mask), C, BK)
-    query = tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * scale
-    key = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
-    dA = tl.load(d_scores + head[:, None] * C + rows[None, :], mask=inside, other=0.0)
-    # the gradient of g is what is left of sums that nearly cancel: both sides take the same roundings
-    d_query, d_key, d_decay = of_pairs(tl.where(together(C), dA, 0.0), query, key, *near(inner, one, two, C))
-    dq_part, dk_part, d_part = of_pairs(tl.where(together(C), 0.0, dA), query, key, *far(inner, one, two, C))
-    d_query, d_key, d_decay = d_query + dq_part, d_key + dk_part, d_decay + d_part
+    S: tl.constexpr = C // 2
+    PARTS_OF_SUMS: tl.constexpr = 2 if d_scores.dtype.element_ty == tl.bfloat16 else 3
+    rows, channels = tl.arange(0, S), block * BK + tl.arange(0, BK)
+    known = channels < K
+    one, two = (start + rows).to(tl.int64) * H + h, (start + S + rows).to(tl.int64) * H + h
+    in_one, in_two = (rows < count)[:, None], (rows < count - S)[:, None]
+    at_one, at_two = one[:, None] * K + channels[None, :], two[:, None] * K + channels[None, :]
+    mask_one, mask_two = in_one & known[None, :], in_two & known[None, :]
+    at_sums = nh.to(tl.int64) * 2 * K + channels
+    total_one = tl.load(sums + at_sums, mask=known, other=0.0)
+    total_two = tl.load(sums + at_sums + K, mask=known, other=0.0)
+    kind = d_scores.dtype.element_ty
 
-    read, write = whole(inner, one, two, C)
-    q_part, k_part = (query * read).to(dA.dtype), (key * write).to(dA.dtype)
-    dq_part = tl.load(dq + at, mask=mask, other=0.0).to(tl.float32)
-    dk_part = tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
-    later = tl.load(both + nh.to(tl.int64) * K + channels, mask=channels < K, other=0.0) * tl.exp(one + two)
-    later += tl.sum(k_part * dk_part, 0)  # S_next d
-    d_decay = tl.cumsum(d_decay + q_part * dq_part - k_part * dk_part, 0, reverse=True) + later[None, :]
-    tl.store(dg + at, d_decay.to(dg.dtype.element_ty), mask=mask)
-    tl.store(dq + at, ((d_query + dq_part * read) * scale).to(dq.dtype.element_ty), mask=mask)
-    tl.store(dk + at, (d_key + dk_part * write).to(dk.dtype.element_ty), mask=mask)
+    # the gradient of g is what is left of sums that nearly cancel: both sides take the same roundings
+    gentle_one, q_from, k_from, left_one = centres(total_one)
+    inner = sums_before(decays(g, at_one, mask_one), PARTS)
+    q_one, k_one = tl.exp(inner - q_from[None, :]), tl.exp(k_from[None, :] - inner)
+    query_one = (tl.load(q + at_one, mask=mask_one, other=0.0).to(tl.float32) * scale * q_one).to(kind)
+    key_one = (tl.load(k + at_one, mask=mask_one, other=0.0).to(tl.float32) * k_one).to(kind)
+    dA = tl.load(d_scores + one[:, None] * C + rows[None, :], mask=in_one, other=0.0)
+    dq_one = product(dA, key_one) * gentle_one[None, :]
+    dk_one = product(tl.trans(dA), query_one) * gentle_one[None, :]
+
+    gentle_two, q_from, k_from, left_two = centres(total_two)
+    inner = sums_before(decays(g, at_two, mask_two), PARTS)
+    q_two, k_two = tl.exp(inner - q_from[None, :]), tl.exp(k_from[None, :] - inner)
+    query_two = (tl.load(q + at_two, mask=mask_two, other=0.0).to(tl.float32) * scale * q_two).to(kind)
+    key_two = (tl.load(k + at_two, mask=mask_two, other=0.0).to(tl.float32) * k_two).to(kind)
+    dA = tl.load(d_scores + two[:, None] * C + S + rows[None, :], mask=in_two, other=0.0)
+    dq_two = product(dA, key_two) * gentle_two[None, :]
+    dk_two = product(tl.trans(dA), query_two) * gentle_two[None, :]
+
+    # not by left_one * left_two, which may be nothing where what it is multiplied with is large
+    dA = tl.load(d_scores + two[:, None] * C + rows[None, :], mask=in_two, other=0.0)
+    dq_two += product(dA, key_one) * left_one[None, :] * left_two[None, :]
+    dk_one += product(tl.trans(dA), query_two) * left_two[None, :] * left_one[None, :]
+
+    forgets_one, forgets_two = tl.exp(total_one), tl.exp(total_two)
+    dq_one += tl.load(dq + at_one, mask=mask_one, other=0.0).to(tl.float32) * left_one[None, :]
+    dq_two += tl.load(dq + at_two, mask=mask_two, other=0.0).to(tl.float32) * (left_two * forgets_one)[None, :]
+    dk_part_one = tl.load(dk + at_one, mask=mask_one, other=0.0).to(tl.float32) * (left_one * forgets_two)[None, :]
+    dk_part_two = tl.load(dk + at_two, mask=mask_two, other=0.0).to(tl.float32) * left_two[None, :]
+    later = tl.load(both + nh.to(tl.int64) * K + channels, mask=known, other=0.0) * forgets_one * forgets_two
+    later += tl.sum(key_one * dk_part_one + key_two * dk_part_two, 0)  # S_next d
+    dk_one += dk_part_one
+    dk_two += dk_part_two
+    dg_two = query_two * dq_two - key_two * dk_two
+    dg_one = query_one * dq_one - key_one * dk_one
+    later_one = later + tl.sum(dg_two, 0)
+    dg_two = sums_before(dg_two, PARTS_OF_SUMS, REVERSE=True) + later[None, :]
+    dg_one = sums_before(dg_one, PARTS_OF_SUMS, REVERSE=True) + later_one[None, :]
+    tl.store(dg + at_one, dg_one.to(dg.dtype.element_ty), mask=mask_one)
+    tl.store(dg + at_two, dg_two.to(dg.dtype.element_ty), mask=mask_two)
+    tl.store(dq + at_one, (dq_one * q_one * scale).to(dq.dtype.element_ty), mask=mask_one)
+    tl.store(dq + at_two, (dq_two * q_two * scale).to(dq.dtype.element_ty), mask=mask_two)
+    tl.store(dk + at_one, (dk_one * k_one).to(dk.dtype.element_ty), mask=mask_one)
+    tl.store(dk + at_two, (dk_two * k_two).to(dk.dtype.element_ty), mask=mask_two)
 
 
 @triton.jit
@@ -423,6 +451,11 @@ def sizes(kernel: str, K: int, V: int = 0) -> dict[str, int]:
     return found | ({"V": V} if V else {})
 
 
+def parts(g: Tensor) -> int:
+    """Of bf16, that log-decays have."""
+    return 1 if g.dtype == torch.bfloat16 else 3
+
+
 def prepare(layout: Layout, q: Tensor, k: Tensor, g: Tensor, scale: float, scores: bool = False) -> tuple[Tensor, ...]:
     """q~, k~, sums of g [N, H, 2, K], and A [B, T, H, C] if asked for."""
     q_read, k_write = torch.empty_like(q), torch.empty_like(k)
@@ -430,7 +463,7 @@ def prepare(layout: Layout, q: Tensor, k: Tensor, g: Tensor, scale: float, score
     A = q.new_empty(*q.shape[:3], layout.chunk) if scores else None
     grid = (layout.chunks * layout.heads,)
     by = sizes("prepare", layout.size)
-    prepare_kernel[grid](q, k, g, q_read, k_write, sums, A, scale=scale, **layout.where, **by)
+    prepare_kernel[grid](q, k, g, q_read, k_write, sums, A, scale=scale, PARTS=parts(g), **layout.where, **by)
     return q_read, k_write, sums, *((A,) if A is not None else ())
 
 
@@ -472,12 +505,12 @@ def between(layout: Layout, q, k, v, do, seen: Tensor, d_seen: Tensor) -> tuple[
     return dq, dk, both, dA
 
 
-def within(layout: Layout, q, k, g, dq, dk, both: Tensor, dA: Tensor, scale: float) -> Tensor:
+def within(layout: Layout, q, k, g, sums, dq, dk, both: Tensor, dA: Tensor, scale: float) -> Tensor:
     """Makes dq and dk the gradients of q and k, but for what steep channels bring, and returns that of g."""
     dg = torch.empty_like(g)
     by = sizes("within", layout.size)
     grid = (layout.chunks * layout.heads * cdiv(layout.size, by["BK"]),)
-    within_kernel[grid](q, k, g, dA, both, dq, dk, dg, scale=scale, **layout.where, **by)
+    within_kernel[grid](q, k, g, sums, dA, both, dq, dk, dg, scale=scale, PARTS=parts(g), **layout.where, **by)
     return dg
 
 
@@ -515,7 +548,7 @@ class GatedLinearAttention(torch.autograd.Function):
         d_seen, d_initial = states(layout, q_read, do, sums, d_final, initial is not None, reverse=True)
         dv = outputs(layout, k_write, do, A, d_seen, reverse=True)
         dq, dk, both, dA = between(layout, q, k, v, do, seen, d_seen)
-        dg = within(layout, q, k, g, dq, dk, both, dA, scale)
+        dg = within(layout, q, k, g, sums, dq, dk, both, dA, scale)
         steep(layout, q, k, g, sums, dA, scale, (dq, dk, dg))
         return dq, dk, dv, dg, None, d_initial, None, None
 
