@@ -94,11 +94,11 @@ def sums_before(x, PARTS: tl.constexpr, REVERSE: tl.constexpr = False):
 
 @triton.jit
 def centres(total):
-    """Of a half of a chunk, by channel: whether pairs of it may count from its middle; from where q counts, and k; and
-    what is left from the half's start to there, as from there to its end."""
-    gentle = total >= -STEEP
-    middle = tl.where(gentle, total / 2, 0.0)
-    return gentle.to(tl.float32), middle, total - middle, tl.where(gentle, tl.exp(middle), 1.0)
+    """Of a half of a chunk, by channel: from where q counts, and k; and what is left from the half's start to where q
+    counts from, as from where k does to the half's end. Steep channels count from the start and to the end, so that
+    their pairs come out as nothing."""
+    middle = tl.where(total >= -STEEP, total / 2, 0.0)
+    return middle, total - middle, tl.exp(middle)
 
 
 @triton.jit
@@ -134,24 +134,24 @@ def prepare_kernel(
         tl.store(sums + at_sums, total_one, mask=known)
         tl.store(sums + at_sums + K, total_two, mask=known)
 
-        gentle, q_from, k_from, left_one = centres(total_one)
+        q_from, k_from, left_one = centres(total_one)
         inner = sums_before(g_one, PARTS)
         query = tl.load(q + at_one, mask=mask_one, other=0.0).to(tl.float32) * scale * tl.exp(inner - q_from[None, :])
         key = tl.load(k + at_one, mask=mask_one, other=0.0).to(tl.float32) * tl.exp(k_from[None, :] - inner)
         tl.store(q_read + at_one, (query * left_one[None, :]).to(kind), mask=mask_one)
         tl.store(k_write + at_one, (key * (left_one * tl.exp(total_two))[None, :]).to(kind), mask=mask_one)
         if scores is not None:
-            A_one += product((query * gentle[None, :]).to(kind), tl.trans(key.to(kind)))
+            A_one += product(query.to(kind), tl.trans(key.to(kind)))
             far = tl.trans((key * left_one[None, :]).to(kind))
 
-        gentle, q_from, k_from, left_two = centres(total_two)
+        q_from, k_from, left_two = centres(total_two)
         inner = sums_before(g_two, PARTS)
         query = tl.load(q + at_two, mask=mask_two, other=0.0).to(tl.float32) * scale * tl.exp(inner - q_from[None, :])
         key = tl.load(k + at_two, mask=mask_two, other=0.0).to(tl.float32) * tl.exp(k_from[None, :] - inner)
         tl.store(q_read + at_two, (query * (left_two * tl.exp(total_one))[None, :]).to(kind), mask=mask_two)
         tl.store(k_write + at_two, (key * left_two[None, :]).to(kind), mask=mask_two)
         if scores is not None:
-            A_two += product((query * gentle[None, :]).to(kind), tl.trans(key.to(kind)))
+            A_two += product(query.to(kind), tl.trans(key.to(kind)))
             A_far += product((query * left_two[None, :]).to(kind), far)
     if scores is not None:
         # of pairs that are not causal, A may be infinite
@@ -306,23 +306,23 @@ def within_kernel(
     kind = d_scores.dtype.element_ty
 
     # the gradient of g is what is left of sums that nearly cancel: both sides take the same roundings
-    gentle_one, q_from, k_from, left_one = centres(total_one)
+    q_from, k_from, left_one = centres(total_one)
     inner = sums_before(decays(g, at_one, mask_one), PARTS)
     q_one, k_one = tl.exp(inner - q_from[None, :]), tl.exp(k_from[None, :] - inner)
     query_one = (tl.load(q + at_one, mask=mask_one, other=0.0).to(tl.float32) * scale * q_one).to(kind)
     key_one = (tl.load(k + at_one, mask=mask_one, other=0.0).to(tl.float32) * k_one).to(kind)
     dA = tl.load(d_scores + one[:, None] * C + rows[None, :], mask=in_one, other=0.0)
-    dq_one = product(dA, key_one) * gentle_one[None, :]
-    dk_one = product(tl.trans(dA), query_one) * gentle_one[None, :]
+    dq_one = product(dA, key_one)
+    dk_one = product(tl.trans(dA), query_one)
 
-    gentle_two, q_from, k_from, left_two = centres(total_two)
+    q_from, k_from, left_two = centres(total_two)
     inner = sums_before(decays(g, at_two, mask_two), PARTS)
     q_two, k_two = tl.exp(inner - q_from[None, :]), tl.exp(k_from[None, :] - inner)
     query_two = (tl.load(q + at_two, mask=mask_two, other=0.0).to(tl.float32) * scale * q_two).to(kind)
     key_two = (tl.load(k + at_two, mask=mask_two, other=0.0).to(tl.float32) * k_two).to(kind)
     dA = tl.load(d_scores + two[:, None] * C + S + rows[None, :], mask=in_two, other=0.0)
-    dq_two = product(dA, key_two) * gentle_two[None, :]
-    dk_two = product(tl.trans(dA), query_two) * gentle_two[None, :]
+    dq_two = product(dA, key_two)
+    dk_two = product(tl.trans(dA), query_two)
 
     # not by left_one * left_two, which may be nothing where what it is multiplied with is large
     dA = tl.load(d_scores + two[:, None] * C + rows[None, :], mask=in_two, other=0.0)
