@@ -1,6 +1,7 @@
 """What docs/study.md says of its runs is in their files, and its verdicts follow from its rules."""
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -29,6 +30,27 @@ def old(system):
 def again(system, seed):
     """The repeat of a seed."""
     return STUDY.Run(STUDY.RUNS / f"{system.replace('-', '_')}-seed{seed}-repeat1")
+
+
+def behind(one, where):
+    """How much higher the perplexity of a run is than that of seed 1 of the control, at these steps of 512 tokens in
+    windows of 16K: the geometric mean over the corpora."""
+
+    def losses(x):
+        scores = x.read("eval/length.json")["scores"]
+        found = {name: s["loss_by_position"][slice(*where)] for name, s in scores.items() if "loss_by_position" in s}
+        return {name: statistics.mean(step["loss"] for step in steps) for name, steps in found.items()}
+
+    mine, theirs = losses(one), losses(run("gla-unit", 1))
+    assert len(theirs) == 7
+    return math.exp(statistics.mean(mine[name] - theirs[name] for name in theirs)) - 1
+
+
+def spread(*claims):
+    """Of the differences of a claim over its seeds: their standard deviation, pooled over claims with as many seeds."""
+    found = [x for x in STUDY.judge(STUDY.pairs(STUDY.runs())) if x.name in claims]
+    assert len({len(x.differences) for x in found}) == 1
+    return math.sqrt(statistics.mean(statistics.variance(x.differences.values()) for x in found))
 
 
 def pace(system, seed):
