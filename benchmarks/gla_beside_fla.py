@@ -40,7 +40,7 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "states": {"BK": (64, 128), "BV": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
     "outputs": {"BK": (32, 64), "BV": (128, 256), "num_warps": (4, 8), "num_stages": (2, 3)},
     "between": {"BK": (64, 128), "BV": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3)},
-    "within": {"BK": (16, 32), "num_warps": (2, 4, 8)},
+    "within": {"BK": (16,), "num_warps": (2, 4), "maxnreg": (168, 200, 255)},
 }
 
 
