@@ -49,6 +49,15 @@ def make_layout(batch: int, length: int, cu_seqlens: Tensor | None, device: torc
     return Layout(size, counts.tolist(), slots.to(device), order.to(device), place.to(device))
 
 
+def spans(g: Tensor) -> Tensor:
+    """What the log-decays g [..., C] of the tokens behind j up to i leave of token j, for j <= i, else 0: [..., C, C].
+
+    Added up for each pair, not as the difference of two sums: behind a decay of -1e6 that would have no digits.
+    """
+    behind = g[..., None, :].expand(*g.shape, g.shape[-1])
+    return behind.triu(1).cumsum(-1).exp().triu().mT
+
+
 def to_chunks(x: Tensor, layout: Layout) -> Tensor:
     """[B, T, H, ...] -> [M, H, C, ...], zero where a chunk is not full: such a token writes and forgets nothing."""
     size = layout.size

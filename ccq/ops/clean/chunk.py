@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ccq.ops.chunks import Layout, from_chunks, make_layout, per_chunk, scan, to_chunks
+from ccq.ops.chunks import Layout, from_chunks, make_layout, per_chunk, scan, spans, to_chunks
 from ccq.ops.clean.reference import STEPS, Read, prepare, projected_backward
 from ccq.ops.clean.state import weight_of
 from ccq.ops.precision import exact_matmul, high, inv_norm, stats_dtype, unit_backward
@@ -85,9 +85,9 @@ class Decay(NamedTuple):
 
 def decay_of(log_decay: Tensor, layout: Layout) -> Decay:
     """Of log_decay [B, T, Hk]."""
-    total = to_chunks(log_decay, layout).cumsum(-1)  # zero where a chunk is not full: nothing is lost there
-    within = (total[..., :, None] - total[..., None, :]).tril_().exp_().tril_()  # nothing above 0 goes into exp
-    return Decay(within, total.exp(), (total[..., -1:] - total).exp_(), total[..., -1].exp())
+    decays = to_chunks(log_decay, layout)  # zero where a chunk is not full: nothing is lost there
+    within, start = spans(decays).contiguous(), decays.cumsum(-1).exp()
+    return Decay(within, start, within[..., -1, :], start[..., -1])
 
 
 class Chunked(NamedTuple):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ccq.ops.chunks import from_chunks, in_order, make_layout, to_chunks
+from ccq.ops.chunks import from_chunks, in_order, make_layout, spans, to_chunks
 from ccq.ops.precision import exact_matmul, stats_dtype
 
 CHUNK = 64  # C, a power of two
@@ -29,14 +29,6 @@ def after(g: Tensor) -> Tensor:
     """Sum of g over the tokens behind each one, [..., C, *]."""
     shifted = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2)
     return shifted.flip(-2).cumsum(-2).flip(-2)
-
-
-def spans(g: Tensor) -> Tensor:
-    """exp of the sum of g over the tokens behind j up to i, for j <= i, else 0: [..., C, 1] -> [..., C, C]."""
-    size = g.shape[-2]
-    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()
-    behind = g.expand(*g.shape[:-1], size).masked_fill(~lower.tril(-1), 0)
-    return behind.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
 
 
 def channel_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +81,7 @@ def run(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
             scores, up_to, behind = channel_scores(both, k, grid(g))
         else:
             g = grid(g[..., None])
-            scores, up_to, behind = both @ k.mT * spans(g), g.cumsum(-2), after(g)
+            scores, up_to, behind = both @ k.mT * spans(g[..., 0]), g.cumsum(-2), after(g)
         if g is not None:
             read, write = q * up_to.exp(), k * behind.exp()
             decays = up_to[..., -1, :].exp()[..., None].split(layout.counts)  # [n, H, G, 1 or K, 1]

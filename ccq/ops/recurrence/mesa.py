@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ccq.ops.choose import Call, choose
-from ccq.ops.chunks import from_chunks, make_layout, scan, to_chunks
+from ccq.ops.chunks import from_chunks, make_layout, scan, spans, to_chunks
 from ccq.ops.precision import exact_matmul, stats_dtype
-from ccq.ops.recurrence.chunk import CHUNK, after, memory, spans
+from ccq.ops.recurrence.chunk import CHUNK, after, memory
 
 SOLVED = 20  # steps after which little of a system is left to solve
 
@@ -98,7 +98,7 @@ def _run(q, k, v, g, beta, ridge, steps, initial_state, cu_seqlens):
     with exact_matmul(q):
         q, k, v, g, beta = (to_chunks(x.to(high), layout) for x in (q, k, v, g[..., None], beta[..., None]))
         up_to = g.cumsum(-2).exp()  # [M, H, C, 1]
-        pairs = spans(g) * beta.mT
+        pairs = spans(g[..., 0]) * beta.mT
         written = (k * beta * after(g).exp()).mT @ torch.cat([k, v], -1)
         before, final = scan(layout, written, state, decay=up_to[..., -1, 0])
         keys, values = before.split([size, v.shape[-1]], -1)

@@ -110,6 +110,17 @@ def compare(inputs, start, **options):
         assert_close(name, a, b, 1e-8)
 
 
+@pytest.mark.parametrize("reset", [-1e6, -torch.inf], ids=str)
+def test_a_decay_that_forgets_everything_leaves_its_neighbours_their_digits(reset):
+    """As at the border of a document. In fp32, where a difference of two sums over it would have no digits."""
+    inputs = case(T=150, decay=0.1)
+    inputs[3][:, [6, 100]] = reset
+    compare(inputs, None)
+    expected = run("reference", inputs)
+    for name, a, b in zip(("q_clean", "k_bar", "C", "s", "n"), expected, run("chunk", [x.float() for x in inputs])):
+        assert_close(name, a, b, 1e-5)
+
+
 def test_gradcheck_of_every_input():
     inputs = [x.requires_grad_() for x in case(T=5, B=1, Hq=2, Hk=1, K=3)]
     for backend in ("reference", "chunk"):
