@@ -15,7 +15,7 @@ from study import HIGHER, Verdict, judge, show, table
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "recall.md", ROOT / "benchmarks" / "study"
 PLACE = re.compile(r"(<!-- recall: (?P<name>\w+) -->\n).*?(<!-- /recall -->)", re.DOTALL)
-ROUNDS = ("first", "controls", "rates", "long", "noise")
+ROUNDS = ("first", "controls", "rates", "long", "noise", "same")
 HALF = 50  # per cent: a run that answers more has learned the task
 DECAY, GDN = "gla-projected-decay", "gated-deltanet"
 # of each round: {claim: (task, row, what it answers more than)}
@@ -63,6 +63,11 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
         "N4": ("noise", DECAY, "gla-mean-key"),
         "N5": ("noise", DECAY, "gla-projected"),
         "N6": ("noise", "ccq-gla-free-scale", "gla-unit"),
+    },
+    "same": {
+        "Q1": ("rate 5e-4", DECAY, "gla-unit"),
+        "Q2": ("rate 5e-4", DECAY, "gla-unit-equal-state"),
+        "Q3": ("rate 5e-4", DECAY, "gla-projected"),
     },
 }
 

@@ -5,6 +5,7 @@
     python benchmarks/recall_seeds.py rates       # half an hour; writes study/recall_rates.json
     python benchmarks/recall_seeds.py long        # an hour and a quarter; writes study/recall_long.json
     python benchmarks/recall_seeds.py noise       # an hour and a quarter; writes study/recall_noise.json
+    python benchmarks/recall_seeds.py same        # half an hour; writes study/recall_same.json
     python benchmarks/recall_seeds.py first --quick    # two steps of one seed, writes nothing: does the script work?
 
 The models and the tasks of MQAR are those of `make run`. A run is a folder of runs/recall_seeds; stopped, the same
@@ -77,6 +78,7 @@ LAST = (
     "gla-unit", "gla-unit-equal-state", "ccq-gla-free-scale", "gla-other-head", "gla-current-key", "gla-projected",
     "gla-projected-decay",
 )  # fmt: skip
+SAME = ("gla-unit", "gla-unit-equal-state", "gla-projected", "gla-projected-decay")
 FIRST, SECOND, THIRD = ("3e-3", "1e-2", "3e-2"), ("1e-3", "3e-3", "1e-2"), ("3e-4", "1e-3", "3e-3")
 FOURTH = ("5e-4", "1e-3", "2e-3")
 NOISY = (
@@ -114,6 +116,7 @@ ROUNDS = {
         seeds=range(600, 620),
         searched=range(1000, 1005),
     ),
+    "same": Round({"rate 5e-4": Task(SAME, 0, "64x1x1000", ("5e-4",), 1000, noise="0.8")}, seeds=range(700, 720)),
 }
 
 
