@@ -23,7 +23,7 @@ from ccq.ops.clean import clean_query_step
 from ccq.ops.clean.library import Gate, gate
 from ccq.ops.clean.reference import FUSED, Read
 from ccq.ops.clean.state import CovarianceState
-from ccq.ops.precision import stats_dtype, unit
+from ccq.ops.precision import exact_matmul, stats_dtype, unit
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,13 @@ def write_and_read(q, k, v, recurrent, g, beta, scale) -> Tensor:
         decay = decay[..., None, None] if g.ndim == 2 else decay.repeat_interleave(group, 1)[..., None]
         recurrent.mul_(decay)
     value = v.to(high)
-    if beta is not None:
-        value = beta.to(high)[..., None] * (value - torch.einsum("bhk,bhkv->bhv", k, recurrent))
-    recurrent.add_(k[..., :, None] * value[..., None, :])
-    if kept is not recurrent:
-        kept.copy_(recurrent)
-    return (scale * torch.einsum("bhk,bhkv->bhv", q, recurrent)).to(v.dtype)
+    with exact_matmul(recurrent):
+        if beta is not None:
+            value = beta.to(high)[..., None] * (value - torch.einsum("bhk,bhkv->bhv", k, recurrent))
+        recurrent.add_(k[..., :, None] * value[..., None, :])
+        if kept is not recurrent:
+            kept.copy_(recurrent)
+        return (scale * torch.einsum("bhk,bhkv->bhv", q, recurrent)).to(v.dtype)
 
 
 def _check(q, k, v, recurrent, g, beta, cleaning) -> None:

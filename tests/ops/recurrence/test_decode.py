@@ -57,6 +57,20 @@ def draw(writes: str, K: int, V: int, dtype: torch.dtype, T: int = STEPS, B: int
     return [None if x is None else x.to(device) for x in inputs], recurrent.to(device)
 
 
+@pytest.mark.parametrize("writes", ["gla", "gated deltanet"])
+def test_autocast_does_not_reach_the_memory(writes):
+    """Autocast would write into an fp32 state what a product in half precision read from it."""
+    (q, k, v, g, beta), recurrent = draw(writes, 16, 24, torch.float32, T=1)
+    inputs = [x if x is None else x[:, 0] for x in (q, k, v, g, beta)]
+    found = []
+    for enabled in (False, True):
+        state = recurrent.clone()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append((ccq.ops.decode_step(*inputs[:3], state, *inputs[3:], backend="chunk"), state))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def loop(q, k, v, g, beta, state, scale) -> tuple[Tensor, Tensor]:
     """The recurrence, in fp64, written as the equations are."""
     group = v.shape[2] // q.shape[2]
