@@ -175,7 +175,7 @@ class GatedNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             y = torch.empty_like(x)
         tiles = cdiv(scale.numel(), ctx.shape["BT"])
-        programs = min(PROGRAMS, tiles)
+        programs = max(1, min(PROGRAMS, tiles))
         parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         norm_backward_kernel[(programs,)](
             x, gate, weight, scale, None, dy, dx, d_gate, parts, y, scale.numel(), cdiv(tiles, programs),
@@ -212,7 +212,7 @@ class AddNorm(torch.autograd.Function):
         total, weight, scale = ctx.saved_tensors
         d_total, d_normed = None if d_total is None else d_total.contiguous(), d_normed.contiguous()
         d_x, tiles = torch.empty_like(total), cdiv(scale.numel(), ctx.shape["BT"])
-        programs = min(PROGRAMS // 2, tiles)  # the parts are as wide as the model
+        programs = max(1, min(PROGRAMS // 2, tiles))  # the parts are as wide as the model
         parts = torch.empty(programs, total.shape[-1], dtype=torch.float32, device=total.device)
         norm_backward_kernel[(programs,)](
             total, None, weight, scale, d_total, d_normed, d_x, None, parts, None, scale.numel(), cdiv(tiles, programs),

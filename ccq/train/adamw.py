@@ -62,8 +62,9 @@ def update(
     copy_of = {master: copy for copy, master in copies}
     numbers = torch.stack([torch.as_tensor(x, device=lr.device).float() for x in (finite, lr, factor)])
     for group in optimizer.param_groups:
-        beta1, beta2 = group["betas"]
-        options = (group["scale"], group["weight_decay"], math.log2(beta1), math.log2(beta2), 1 - beta1, 1 - beta2)
+        betas = group["betas"]
+        logs, rests = [math.log2(x) if x else -math.inf for x in betas], [1 - x for x in betas]
+        options = (group["scale"], group["weight_decay"], *logs, *rests)
         found = []
         for master in group["params"]:
             copy = copy_of.get(master)

@@ -114,7 +114,7 @@ def test_swiglu(shape, linear, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("shape", [(2, 5, 3, 20), (1, 1, 1, 7), (3, 40, 2, 64), (2, 2, 600)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 20), (0, 5, 3, 20), (1, 1, 1, 7), (3, 40, 2, 64), (2, 2, 600)], ids=str)
 def test_gated_norm(shape, linear, sigmoid, dtype):
     check_norm(shape, linear, sigmoid, dtype)
 
@@ -122,7 +122,7 @@ def test_gated_norm(shape, linear, sigmoid, dtype):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("used", [("total", "normed"), ("normed",), ("total",)], ids=" ".join)
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("shape", [(2, 5, 20), (1, 7), (3, 40, 64), (3, 2048), (2, 2, 2500)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 20), (0, 20), (1, 7), (3, 40, 64), (3, 2048), (2, 2, 2500)], ids=str)
 def test_add_norm(shape, add, used, dtype):
     check_add_norm(shape, add, used, dtype)
 

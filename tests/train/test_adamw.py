@@ -45,12 +45,14 @@ def follows(copy, master):
     return bool(((copy.float() - master).abs() <= 2**-7 * master.abs()).all())
 
 
-def check(dtype, device="cpu"):
+def check(dtype, device="cpu", betas=(0.9, 0.95)):
     """Five steps, the third of which is not finite and clips by another factor each time."""
     masters = [torch.nn.Parameter(draw(shape, seed, device)) for seed, shape in enumerate(SHAPES)]
     copies = [] if dtype == torch.float32 else [(x.detach().to(dtype), x) for x in masters[1:]]
     exact = [torch.nn.Parameter(x.detach().double()) for x in masters]
     ours, truth = optimizer_of(masters), optimizer_of(exact, foreach=False)
+    for group in (*ours.param_groups, *truth.param_groups):
+        group["betas"] = betas
     copy_of = {master: copy for copy, master in copies}
     for step in range(5):
         finite, lr, factor = step != 2, 0.1 / (step + 1), 1.0 / (step + 1)
@@ -77,6 +79,10 @@ def check(dtype, device="cpu"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_pytorchs(dtype):
     check(dtype)
+
+
+def test_without_a_mean():
+    check(torch.float32, betas=(0.0, 0.95))
 
 
 @pytest.mark.gpu
