@@ -138,6 +138,8 @@ def whole_folder(folder: Path, last: str, instead_of: Sequence[str] = ()) -> Ite
 @contextmanager
 def locked(path: Path, error: type[Exception]) -> Iterator[None]:
     """Hold the lock file at `path`; `error` where another process does. The system lets go when a process dies."""
+    if path.parent.is_file():
+        raise error(f"{path.parent} is a file: expected a folder, or none")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as file:
         if not _try_lock(file):

@@ -1,7 +1,9 @@
-"""Names, errors and times as people read them; and things by what they share."""
+"""Names, numbers, errors and times as people write and read them; and things by what they share."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
 import re
 from collections.abc import Callable, Hashable, Iterable
@@ -63,3 +65,11 @@ def plural(count: int, word: str, words: str = "") -> str:
     ('1 step', '2,000 steps', '2 micro-batches')
     """
     return f"{count:,} {word if count == 1 else words or word + 's'}"
+
+
+def positive(text: str) -> int:
+    """The type of an option. A list, of which only a part could count, is refused."""
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected one whole number above 0, got {text!r}")

@@ -52,3 +52,12 @@ def test_json_that_is_missing_or_damaged_is_named(tmp_path, content, said):
         path.write_bytes(content)
     with pytest.raises(KeyError, match=f"x.json {said}"):
         files.read_json(path, KeyError, "a poem")
+
+
+def test_a_folder_to_lock_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with (
+        pytest.raises(ValueError, match="file is a file: expected a folder, or none"),
+        files.locked(tmp_path / "file" / "lock", ValueError),
+    ):
+        pass

@@ -15,8 +15,9 @@ from ccq.doctor import best_device
 from ccq.evaluate import results
 from ccq.evaluate.requests import EvaluationError, Request, RequestSet
 from ccq.evaluate.results import Responses, tokenizer_hash
-from ccq.evaluate.suite import COMMON, Options, Suite, named, positive, readers, suites
-from ccq.files import finite, write_json
+from ccq.evaluate.suite import COMMON, Options, Suite, named, readers, suites
+from ccq.files import finite, locked, write_json
+from ccq.names import positive
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
 from ccq.tables import progress
@@ -295,7 +296,8 @@ def run(asked: Sequence[Suite], model: Any, tokenizer: Any, options: Options, na
     found = {}
     for suite in asked:
         try:
-            found[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
+            with locked(options.out / f".{suite.name}.lock", EvaluationError):
+                found[suite.name] = evaluate(model, tokenizer, suite.name, options, name, config)
         except (EvaluationError, OSError) as error:
             print(f"ccq eval: {suite.name} of {name}: {error}", file=sys.stderr)
     return found

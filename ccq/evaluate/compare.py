@@ -120,8 +120,8 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
         results = [run[suite][0] for run in read_runs]
         if len({result["samples"]["hash"] for result in results}) > 1:
             tokenizers = len({str(result.get("tokenizer")) for result in results})
-            how = "what both were asked is" if tokenizers == 1 else "by names, as tokenizers differ, samples are"
-            notes.append(f"{suite}: the runs were not asked the same; {how} compared")
+            which = "samples that both have" if tokenizers == 1 else "samples of one name, as tokenizers differ"
+            notes.append(f"{suite}: the runs differ in samples: scores are over all of a run, differences over {which}")
             for run in read_runs if tokenizers > 1 else ():  # prompts are hashed as tokens: settings tell instead
                 told = {name: run[suite][0].get("settings", {}).get(name) for name in HOW}
                 for row in itertools.chain(*run[suite][1].values()):
@@ -158,7 +158,7 @@ def short_names(runs: Sequence[str]) -> list[str]:
 
 
 def shown(result: dict) -> str:
-    """One table: scores of each run, and the differences from the first; * where the 95% interval leaves out zero."""
+    """One table: scores of each run, and the differences from the first; * where the 95% interval excludes zero."""
     names = short_names(result["runs"])
     lines: list[str] = []
     for suite, groups in result["suites"].items():
@@ -172,7 +172,7 @@ def shown(result: dict) -> str:
     lines += [f"note: {note}" for note in result["notes"]]
     if any("too few" in line for line in lines):
         lines.append(f"too few: an interval takes {LEAST_UNITS} documents or samples that both runs have")
-    lines.append("* the 95% interval of the paired difference leaves out zero (not corrected for many rows)")
+    lines.append("* the 95% interval of the paired difference excludes zero (not corrected for many rows)")
     return "\n".join(lines)
 
 

@@ -20,8 +20,9 @@ import numpy as np
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, Request, RequestSet
 from ccq.evaluate.statistics import LEAST_UNITS, by_group, summary
-from ccq.evaluate.suite import Option, Suite, lengths_option, positive
+from ccq.evaluate.suite import Option, Suite, lengths_option
 from ccq.files import read_toml
+from ccq.names import positive
 from ccq.shipped import book
 
 KNOWN = read_toml(Path(__file__).with_suffix(".toml"))

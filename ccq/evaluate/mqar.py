@@ -16,7 +16,8 @@ from ccq.data.mqar import MQAR, OVERWRITTEN_TEST, TEST
 from ccq.data.recall import Recall, Slice
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import average, by_group, summary
-from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
+from ccq.evaluate.suite import SEED, Option, Suite, lengths_option
+from ccq.names import positive
 
 SAMPLES = 1000  # zoology's
 

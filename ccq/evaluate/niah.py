@@ -30,9 +30,9 @@ from ccq.data.needles import FORMS, is_training_key, is_training_value, words
 from ccq.evaluate import sources
 from ccq.evaluate.requests import Builder, EvaluationError, RequestSet
 from ccq.evaluate.statistics import by_group, summary
-from ccq.evaluate.suite import SEED, Option, Suite, lengths_option, positive
+from ccq.evaluate.suite import SEED, Option, Suite, lengths_option
 from ccq.files import read_toml
-from ccq.names import grouped
+from ccq.names import grouped, positive
 from ccq.shipped import book
 
 _TOLD = read_toml(Path(__file__).with_suffix(".toml"))

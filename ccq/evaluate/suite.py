@@ -4,7 +4,6 @@ there, and knows no more of it than stands in that object."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import pkgutil
@@ -115,14 +114,6 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     if not values or min(values) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers above 0, got {text!r}")
     return tuple(dict.fromkeys(values))
-
-
-def positive(text: str) -> int:
-    """One number: a list, of which only a part could count, is refused."""
-    with contextlib.suppress(ValueError):
-        if int(text) > 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"expected one whole number above 0, got {text!r}")
 
 
 def lengths_option(default: str) -> Option:

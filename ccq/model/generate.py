@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ccq.cli import add_run_options
+from ccq.names import positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     where = "a shipped model, a run, a from_pretrained folder with a tokenizer, or a name on the Hub"
     parser.add_argument("model", metavar="MODEL", help=where)
     parser.add_argument("--prompt", required=True, help="the text to continue")
-    parser.add_argument("--tokens", type=int, default=100, help="generate at most so many (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=100, help="generate at most so many (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy decoding")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, all tokens)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
@@ -24,7 +25,6 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     for name, wrong, what in (
         ("prompt", not arguments.prompt.strip(), "some text, got an empty prompt"),
-        ("tokens", arguments.tokens < 1, f"a positive number, got {arguments.tokens}"),
         ("temperature", arguments.temperature < 0, f"a number that is not negative, got {arguments.temperature}"),
         ("top-p", not 0 < arguments.top_p <= 1, f"a number above 0 and up to 1, got {arguments.top_p}"),
     ):

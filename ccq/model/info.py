@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ccq import shipped, tables
+from ccq.names import positive
 
 if TYPE_CHECKING:
     from ccq.model import CCQConfig, CCQForCausalLM
@@ -94,12 +95,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ccq info", description=(__doc__ or "").splitlines()[0])
     what = "a preset such as ccq-gla-1.3b, or a model: shipped, a folder, a run, or a name on the Hub"
     parser.add_argument("names", nargs="+", metavar="PRESET", help=what)
-    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per training batch (default: %(default)s)")
+    parser.add_argument("--length", type=positive, default=4096, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences per training batch (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    for name in ("length", "batch"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name}: expected a positive number, got {getattr(arguments, name)}")
     from ccq.model import CCQConfig
     from ccq.pretrained import load_config
 

@@ -9,6 +9,7 @@ from ccq.bench.results import OWN, SHIPPED
 from ccq.files import read_json
 from ccq.model.info import ACTIVATION_BYTES, Info, info, size
 from ccq.model.loss import LOGITS
+from ccq.names import positive
 from ccq.recipes import recipe
 from ccq.report.paper import numbers_of
 from ccq.report.table import human
@@ -48,9 +49,6 @@ class Plan:
     @property
     def memory(self) -> float:
         return self.weights + self.activations
-
-    def seconds(self, tokens: float) -> float:
-        return tokens / self.rate
 
 
 def plan(name: str, config: Config, gpus: int, gpu: str | None = None) -> Plan:
@@ -145,16 +143,11 @@ def speed_of(name: str, config: Config, model: Info, length: int, gpu: str | Non
 
 def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("plan", (__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--gpus", type=int, default=8, help="number of GPUs (default: %(default)s); more than 8 means several nodes"
-    )
+    gpus = "number of GPUs (default: %(default)s); more than 8 are several nodes"
+    parser.add_argument("--gpus", type=positive, default=8, help=gpus)
     known = f"{', '.join(GPUS)} (default: your own results of `ccq bench train`, else {MEASURED})"
-    parser.add_argument("--gpu", type=str.upper, help=known)
+    parser.add_argument("--gpu", type=str.upper, choices=tuple(GPUS), metavar="GPU", help=known)
     options, config = parse(parser, argv)
-    if options.gpus < 1:
-        parser.error(f"--gpus: expected at least 1, got {options.gpus}")
-    if options.gpu not in (None, *GPUS):
-        parser.error(f"--gpu: unknown GPU {options.gpu}: expected one of {', '.join(GPUS)}")
     for line in describe(plan(options.recipe, config, options.gpus, options.gpu)):
         print(line)
     return 0
@@ -187,7 +180,7 @@ def describe(found: Plan) -> list[str]:
     ]
     budgets = [budget for budget in BUDGETS if abs(budget / own - 1) > 0.01 and config.data.source == "tokens"]
     for tokens, what in ((own, " (this recipe)"), *((budget, "") for budget in budgets)):
-        seconds = found.seconds(tokens)
+        seconds = tokens / found.rate
         hours = found.gpus * seconds / 3600
         each = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
         lines.append(f"{human(tokens)} tokens{what}: {span(seconds)}, {each} GPU-hours")

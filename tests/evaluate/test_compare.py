@@ -211,7 +211,7 @@ def test_the_table_has_every_score_and_says_what_differs(tmp_path, capsys):
     assert "+25.00*" in shown
     assert "+0.00 " in shown
     assert "+12.50*" in shown  # the average
-    assert "not asked the same" in shown
+    assert "the runs differ in samples" in shown
     assert "quick look" in shown
     table = json.loads((tmp_path / "table.json").read_text())["suites"]["niah"]
     assert table["a"]["values"] == [25.0, 50.0]
@@ -227,7 +227,7 @@ def test_only_what_both_were_asked_is_compared(tmp_path, capsys):
     mixed = write_run(tmp_path / "mixed", {"g": [*none[:10], *all_[10:]]}, hash_="mixed")
     assert cli.main(["compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
-    assert "not asked the same; what both were asked is compared" in shown
+    assert "scores are over all of a run, differences over samples that both have" in shown
     assert shown.splitlines()[1].split() == ["g", "0.00", "100.00", "-"]
     (found,) = compare([first, mixed])["suites"]["niah"]["g"]["differences"]
     assert (found["samples"], found["difference"]) == (10, 0)
@@ -246,7 +246,8 @@ def test_with_two_tokenizers_settings_tell_what_was_asked_the_same(tmp_path):
     assert alike["significant"]
     assert other["samples"] == 0
     assert table["notes"] == [
-        "niah: the runs were not asked the same; by names, as tokenizers differ, samples are compared"
+        "niah: the runs differ in samples: scores are over all of a run, differences over samples of one name, as "
+        "tokenizers differ"
     ]
 
 

@@ -16,7 +16,7 @@ from ccq.evaluate import EvaluationError, Options, check_fits, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import Builder
 from ccq.evaluate.results import Responses, model_hash, tokenizer_hash
-from ccq.files import finite
+from ccq.files import finite, locked
 from ccq.pretrained import most_tokens
 from ccq.tables import progress
 
@@ -188,6 +188,17 @@ def test_answers_of_another_model_are_refused(llama, tokenizer, data, tmp_path):
     with pytest.raises(EvaluationError, match="another run: hash was"):
         evaluate(make_model("gpt2"), tokenizer, "length", length_options(tmp_path, data))
     assert (tmp_path / "length.json").read_text() == before
+
+
+def test_one_evaluation_of_a_suite_in_a_folder_at_a_time(llama, tokenizer, data, tmp_path, capsys):
+    """Two would write their answers into one file."""
+    length, niah = frame.named("length"), frame.named("niah")
+    options = length_options(tmp_path, data, limit=1, answer_tokens=1, sizing="full")
+    with locked(tmp_path / ".length.lock", ValueError):
+        found = frame.run([length, niah], llama, tokenizer, options.but(tasks=None, lengths=(512,)), "tiny")
+    assert list(found) == ["niah"]
+    assert f"length of tiny: {tmp_path} is in use by another process" in capsys.readouterr().err
+    assert frame.run([length], llama, tokenizer, options, "tiny")
 
 
 def test_a_model_is_asked_all_that_it_can_take_and_no_more():

@@ -16,7 +16,8 @@ FRAME = ("__init__", "engine", "requests", "results", "statistics", "suite")
 SOURCE = """
 from ccq.evaluate.requests import Builder
 from ccq.evaluate.statistics import summary
-from ccq.evaluate.suite import Option, Suite, positive
+from ccq.evaluate.suite import Option, Suite
+from ccq.names import positive
 
 
 def build(options, tokenizer):

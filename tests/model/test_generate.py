@@ -459,7 +459,7 @@ def test_the_command_takes_any_hugging_face_model(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--prompt", " "], "--prompt: expected some text, got an empty prompt"),
-        (["--prompt", "a", "--tokens", "0"], "--tokens: expected a positive number, got 0"),
+        (["--prompt", "a", "--tokens", "0"], "--tokens: expected one whole number above 0, got '0'"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: expected a number that is not negative"),
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
         ([], "the following arguments are required: --prompt"),

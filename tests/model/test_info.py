@@ -66,7 +66,7 @@ def test_the_command_reads_a_folder(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["gla-13b"], "Did you mean 'gla-1.3b'?"),
-        (["gla-1.3b", "--length", "0"], "--length: expected a positive number"),
+        (["gla-1.3b", "--length", "0"], "--length: expected one whole number above 0"),
         (["empty"], "empty has no config.json: expected the folder of a checkpoint"),
         (["run"], "the config of run could not be loaded"),
     ],
