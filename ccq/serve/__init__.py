@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 from ccq.cli import add_run_options
+from ccq.names import positive
 
 KEY = "CCQ_API_KEY"  # an argument would be seen by all who list processes
 
@@ -23,25 +24,23 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ccq serve",
         description=(__doc__ or "").splitlines()[0],
-        epilog=f"The environment variable {KEY} is the key that clients must show; other hosts than the loopback "
-        "address want one.",
+        epilog=f"The environment variable {KEY} sets the key that clients must send. A --host that can be reached from "
+        "outside needs one.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a shipped model, a run, a from_pretrained folder, or a name on the Hub")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     add_run_options(parser)
-    add("--batch", type=int, default=16, help="requests generated together (default: %(default)s)")
-    add("--context", type=int, help="maximum tokens of prompt and answer (default: the training length)")
-    add("--waiting", type=int, default=512, help="maximum number of waiting requests (default: %(default)s)")
+    add("--batch", type=positive, default=16, help="requests generated together (default: %(default)s)")
+    add("--context", type=positive, help="maximum tokens of prompt and answer (default: the training length)")
+    add("--waiting", type=positive, default=512, help="maximum number of waiting requests (default: %(default)s)")
     arguments = parser.parse_args(argv)
     key = os.environ.get(KEY) or None
     if not is_loopback(arguments.host) and key is None:
         parser.error(f"--host: {arguments.host} can be reached from outside: set a key in {KEY}")
-    for name in ("batch", "context", "waiting"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name}: expected a positive number, got {value}")
+    if not 0 <= arguments.port < 2**16:
+        parser.error(f"--port: expected 0 to 65535, got {arguments.port}")
 
     import fastapi  # noqa: F401 -- the three that transformers' server needs, named one by one where they are missing
     import openai  # noqa: F401

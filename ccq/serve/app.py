@@ -83,8 +83,8 @@ def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]
     """The fields of a request that transformers is asked; Refused where one cannot be honoured."""
     if not isinstance(body, dict):
         raise Refused(400, f"expected a JSON object, got {type(body).__name__}")
-    if "max_completion_tokens" in body:
-        body["max_tokens"] = body.pop("max_completion_tokens")
+    if (most := body.pop("max_completion_tokens", None)) is not None:
+        body["max_tokens"] = most
     asked, other = ("messages", "prompt") if chat else ("prompt", "messages")
     kept = {}
     for field, value in body.items():

@@ -133,7 +133,7 @@ def test_seeds_temperatures_and_stop_words(served, expected):
 
     assert say(seed=1, temperature=1.5) == say(seed=1, temperature=1.5) != say(seed=2, temperature=1.5)
     whole = expected("abc", 20)
-    assert say(temperature=0) == say(temperature=0, seed=3) == whole
+    assert say(temperature=0, max_completion_tokens=None) == say(temperature=0, seed=3) == whole
     stop = whole[5:7]
     assert say(stop=stop) == say(stop=["never there", stop]) == whole[: whole.index(stop)]
     _, text = ask(served[1], "/v1/completions", {"prompt": "abc", "max_tokens": 20, "stream": True, "stop": stop})
@@ -289,6 +289,12 @@ def test_the_key_is_asked_for(folder):
         sent = asyncio.run(conversation(app, {"prompt": "a", "max_tokens": 1}, headers))
         assert sent[0]["status"] == status
     assert json.loads(sent[1]["body"])["error"]["code"] == "invalid_api_key"
+
+
+def test_a_port_that_is_none_is_refused_before_the_model_is_loaded(capsys):
+    with pytest.raises(SystemExit):
+        main(["nowhere", "--port", "99999"])
+    assert "--port: expected 0 to 65535, got 99999" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
