@@ -331,6 +331,8 @@ def change(text: str) -> tuple[str, Any]:
         raise RunError(f"--set: expected FIELD=JSON, got {text!r}")
     if name in OPTIONS:
         raise RunError(f"--set {name}: the runs of a sweep differ in it, give it with {OPTIONS[name]}")
+    if name in ("init", "foreign", "data.source"):
+        raise RunError(f"--set {name}: a sweep trains its task from random weights")
     try:
         from ccq.train.config import tuples
 

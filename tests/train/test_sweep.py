@@ -453,6 +453,8 @@ def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):
         ),
         ("--tier rows --set seed=3", "give it with --seeds"),
         ("--tier rows --set steps=3", "give it with --steps"),
+        ("--tier rows --set init=runs/a", "--set init: a sweep trains its task from random weights"),
+        ("--tier rows --set data.source=tokens", "--set data.source: a sweep trains its task"),
         ("--tier rows --steps 0", "--steps: expected at least 1, got 0"),
         ("--tier rows --workers -1", "--workers: expected at least 0, got -1"),
         ("--tier rows --test-samples 0", "--test-samples: expected at least 1, got 0"),
