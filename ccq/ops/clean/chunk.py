@@ -83,13 +83,6 @@ class Decay(NamedTuple):
     across: Tensor  # [] of what the chunk begins with, at its end
 
 
-def decay_of(log_decay: Tensor, layout: Layout) -> Decay:
-    """Of log_decay [B, T, Hk]."""
-    decays = to_chunks(log_decay, layout)  # zero where a chunk is not full: nothing is lost there
-    within, start = spans(decays).contiguous(), decays.cumsum(-1).exp()
-    return Decay(within, start, within[..., -1, :], start[..., -1])
-
-
 class Chunked(NamedTuple):
     """What forward and backward both need of the keys, chunk by chunk."""
 
@@ -125,7 +118,9 @@ def chunk_keys(k: Tensor, log_decay: Tensor | None, past: Past) -> Chunked:
         sums = sum_before[:, :, None] + kc.cumsum(2)
         decay = weight = None
     else:
-        decay = decay_of(log_decay.to(k.dtype), layout)
+        decays = to_chunks(log_decay.to(k.dtype), layout)  # zero where a chunk is not full: nothing is lost there
+        within, left = spans(decays).contiguous(), decays.cumsum(-1).exp()
+        decay = Decay(within, left, within[..., -1, :], left[..., -1])
         real = to_chunks(k.new_ones(batch, length, 1), layout)  # [M, 1, C]
         kept = decay.end[..., None] * kc
         before, second_moment = scan(layout, kept.mT @ kc, second_moment, decay=decay.across)
