@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,4 +79,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
         from ccq.train.init import begun_from
 
         default = begun_from(options.init, default, run_dir(options))
-    return options, tyro.cli(Config, default=default, args=fields, prog=f"{parser.prog} {options.recipe}")
+    config = tyro.cli(Config, default=default, args=fields, prog=f"{parser.prog} {options.recipe}")
+    if getattr(options, "init", None) and RECIPES[name]().model.clean and not (config.model.clean or config.foreign):
+        told = f"{options.recipe} has cleaning and the model to begin with has none: it trains without"
+        print(f"{parser.prog}: warning: {told}. --model.clean adds it", file=sys.stderr)
+    return options, config

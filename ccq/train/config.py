@@ -138,6 +138,8 @@ class Config:
                 )
         if self.foreign and self.init is None:
             raise RunError("foreign: expected a model in --init, which sets this, got none")
+        if not -(2**63) <= self.seed < 2**63:
+            raise RunError(f"seed: expected a whole number of 64 bits, got {self.seed}")
         if self.runtime.workers not in (0, 1):
             raise RunError(f"runtime.workers: expected 0 or 1, got {self.runtime.workers}")
         least_of = {
@@ -164,8 +166,10 @@ class Config:
             patterns = self.optimizer.patterns()
             for pattern in (self.train or "", *(pattern for pattern, _ in patterns)):
                 re.compile(pattern)
-        except (re.error, ValueError) as error:
-            raise RunError(f"train, optimizer.rates: expected PATTERN and PATTERN=RATE ({error})") from None
+        except ValueError:
+            raise RunError(f"optimizer.rates: expected PATTERN=RATE, got {' '.join(self.optimizer.rates)}") from None
+        except re.error as error:
+            raise RunError(f"train, optimizer.rates: expected a regular expression ({error})") from None
         if patterns and not (self.optimizer.lr > 0 and all(0 <= rate < math.inf for _, rate in patterns)):
             raise RunError(f"optimizer.rates: expected rates from 0 on and an lr above 0, got {self.optimizer.rates}")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):

@@ -89,15 +89,16 @@ def make_model(config: Config, device: torch.device) -> CCQForCausalLM:
         torch.set_default_dtype(before)
 
 
-def freeze(model: nn.Module, pattern: str | None) -> None:
-    """Leave only the parameters whose name matches to train; RunError lists the names where none does."""
-    if pattern is None:
-        return
+def freeze(model: nn.Module, config: Config) -> None:
+    """Leave only the parameters whose name matches `train`; RunError lists the names where a pattern matches none."""
+    rates = [("optimizer.rates", pattern) for pattern, _ in config.optimizer.patterns()]
+    for field_name, pattern in [("train", config.train or ""), *rates]:
+        if not any(re.search(pattern, name) for name, _ in model.named_parameters()):
+            names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name, _ in model.named_parameters())
+            raise RunError(f"{field_name}: no name of a parameter matches {pattern!r}. There are: {', '.join(names)}")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(re.search(pattern, name) is not None)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name, _ in model.named_parameters())
-        raise RunError(f"train: no name of a parameter matches {pattern!r}. There are: {', '.join(names)}")
+        if config.train is not None:
+            parameter.requires_grad_(re.search(config.train, name) is not None)
 
 
 def parallelize(model: CCQForCausalLM, config: Config, world: World) -> Prepared:

@@ -58,7 +58,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, model: Any = None) -> None:
         self.config, self.world = config, world
         model = make_model(config, world.device) if model is None else model
-        freeze(model, config.train)
+        freeze(model, config)
         decay = decaying(model)
         self.prepared = parallelize(model, config, world)
         self.model = self.prepared.model
@@ -151,6 +151,8 @@ class Trainer:
         except RuntimeError as error:
             how = "take --runtime.no-capture, or --no-capture of `ccq sweep`"
             first = error.__context__ or error  # what ended the capture, before the end of it failed too
+            if isinstance(first, torch.cuda.OutOfMemoryError):
+                raise first from None
             raise RunError(f"no CUDA graph of the step ({first_line(first)}): {how}") from error
         return graph, found
 

@@ -106,6 +106,18 @@ def test_on_the_command_line_the_options_come_from_the_model(trained, tmp_path, 
     assert "init: the run has" in capsys.readouterr().err
 
 
+def test_a_recipe_with_cleaning_warns_of_a_model_without(trained, tmp_path, capsys):
+    """Its options are those of the model. A warm-up that the run does not live to see the end of is told, too."""
+    for system, more, told in (("ccq_gla", [], True), ("ccq_gla", ["--model.clean"], False), ("gla", [], False)):
+        run = tmp_path / f"{system}{len(more)}"
+        command = ["train", f"{system}_tiny", "--init", str(trained / "model"), "--run-dir", str(run), *more]
+        command += ["--steps", "1", "--data.recall-vocab-size", "64", "--runtime.device", "cpu"]
+        assert cli.main([*command, "--runtime.no-tensorboard"]) == 0
+        said = capsys.readouterr()
+        assert ("the model to begin with has none: it trains without. --model.clean adds it" in said.err) == told
+        assert "warning: the warm-up (20 steps) is longer than the run" in said.out
+
+
 def test_it_resumes_exactly_without_the_model(trained, tmp_path, monkeypatch, capsys):
     model = tmp_path / "model"
     shutil.copytree(trained / "model", model)
@@ -150,6 +162,8 @@ def test_no_match_is_an_error_that_lists_the_names(tmp_path):
         RunError, match=r"train: no name of a parameter matches 'claener'.*layers\.N\.mixer\.cleaner\.gate_b"
     ):
         train(dataclasses.replace(small("ccq-gla"), train="claener"), tmp_path)
+    with pytest.raises(RunError, match=r"optimizer\.rates: no name of a parameter matches 'foo'"):
+        train(small("ccq-gla", rates=("q_proj=1e-3", "foo=1e-2")), tmp_path / "rates")
 
 
 def test_parameters_have_their_own_rate():

@@ -473,7 +473,7 @@ def test_export_is_the_model_with_its_tokenizer(text_run, tmp_path, capsys):
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert cli.main(["export", str(run), str(tmp_path / "five"), "--step", "5"]) == 0
     assert cli.main(["export", str(run), str(tmp_path / "six"), "--step", "6"]) == 1
-    assert "holds no checkpoint of step 6; there are 10, 5" in capsys.readouterr().err
+    assert "holds no checkpoint of step 6; it has step 10, 5" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path), str(tmp_path / "no")]) == 1
 
 
