@@ -24,8 +24,8 @@ def log(run):
     return [json.loads(line) for line in read_text(path).splitlines()]
 
 
-def angle(row):
-    last = [line["angle"] for line in log(f"{row}-seed0") if "angle" in line][-1]
+def angle(row, seed=0):
+    last = [line["angle"] for line in log(f"{row}-seed{seed}") if "angle" in line][-1]
     return sum(last) / len(last)
 
 

@@ -30,7 +30,7 @@ def cleaners(model: nn.Module) -> list[QueryCleaner]:
     """The modules that clean, in the order of the layers; AnalysisError where there are none."""
     found = [module for module in model.modules() if isinstance(module, QueryCleaner) and module.clean]
     if not found:
-        raise AnalysisError(f"{type(model).__name__} has no cleaning: expected one of our models with clean=True")
+        raise AnalysisError(f"{type(model).__name__} has no cleaning: expected a model with it, such as ccq-gla-pico")
     return found
 
 

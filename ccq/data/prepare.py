@@ -106,7 +106,7 @@ def check_same(found: dict[str, Any], index: dict[str, Any], out: Path) -> None:
                 fewer = [x for x in before if x not in now], [x for x in now if x not in before]
                 before, now = fewer if any(fewer) else (before, now)  # else in another order
             raise DataError(
-                f"{out} was started with another {name}: {shortened(before)}, now {shortened(now)}. "
+                f"{out} was started with other settings, {name}: {shortened(before)}, now {shortened(now)}. "
                 "Choose another folder, or empty this one."
             )
     for entry in found["shards"]:

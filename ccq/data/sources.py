@@ -70,7 +70,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         if bool(self.paths) == bool(self.dataset):
-            raise DataError("expected files or folders, or a dataset, and not both")
+            raise DataError("expected files or folders, or a dataset: one of them")
 
     def files(self) -> list[File]:
         """The files in the order they are read: as given, folders sorted by name."""

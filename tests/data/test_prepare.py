@@ -245,10 +245,10 @@ def test_a_folder_of_something_else_is_refused_by_field(what, tmp_path, corpus, 
         ("shard_tokens", Preparation(what.inputs, tokenizer_folder, 3000)),
         ("needles", Preparation(what.inputs, tokenizer_folder, 2000, needles=Needles(0.1))),
     ):
-        with pytest.raises(DataError, match=f"out was started with another {name}: "):
+        with pytest.raises(DataError, match=f"out was started with other settings, {name}: "):
             prepare.prepare(changed, tmp_path / "out", workers=0)
     more = Preparation(Inputs((*what.inputs.paths, other_file)), tokenizer_folder, 2000)
-    with pytest.raises(DataError, match=r'another files: \[\], now \[\{"name": "corpus.jsonl", "bytes": 17\}\]'):
+    with pytest.raises(DataError, match=r'settings, files: \[\], now \[\{"name": "corpus.jsonl", "bytes": 17\}\]'):
         prepare.prepare(more, tmp_path / "out", workers=0)
 
 

@@ -160,7 +160,7 @@ def test_errors_name_what_is_missing(tmp_path):
     with pytest.raises(DataError, match=r"d.parquet: no field 'text'. Did you mean 'texts'\?"):
         list(Inputs((tmp_path,)).pieces())
     for paths, dataset in (((), None), ((tmp_path,), "a/b")):
-        with pytest.raises(DataError, match="and not both"):
+        with pytest.raises(DataError, match="a dataset: one of them"):
             Inputs(paths, dataset)
 
 
