@@ -35,7 +35,7 @@ def make_parser(kind: str, about: str | None, **options) -> argparse.ArgumentPar
     out = lambda text: replaceable(Path(text), bench=kind)  # noqa: E731 -- before anything is measured
     parser.add_argument("--out", type=out, help=f"file to write (default: {OWN}/{kind.replace('-', '_')}_GPU.json)")
     for name, option in options.items():
-        default, told = option if isinstance(option, tuple) else (option, None)
+        default, told = option if isinstance(option, tuple) else (option, "default: %(default)s")
         kind_of: dict = (
             {"action": "store_true"} if default is False else {"type": str if default is None else type(default)}
         )
@@ -90,7 +90,7 @@ def write(args: argparse.Namespace, content: dict) -> None:
 def model_parser(kind: str, about: str | None, **options) -> argparse.ArgumentParser:
     """The options that benchmarks of whole models share, and others."""
     parser = make_parser(kind, about, size="1.3b", batch=8, note=NOTE, **options)
-    parser.add_argument("--systems", type=listed, default=",".join(COMPARED))
+    parser.add_argument("--systems", type=listed, default=",".join(COMPARED), help="default: %(default)s")
     return parser
 
 

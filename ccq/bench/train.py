@@ -52,11 +52,12 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
         "train", __doc__, size="1.3b", lengths="2048,4096,8192,16384",
-        tokens=(32768, "of a step (default: %(default)s)"), steps=(10, "that are timed (default: %(default)s)"),
-        warmup=(3, "steps before (default: %(default)s)"), compile=False, activation_checkpointing=False,
+        tokens=(32768, "tokens per step (default: %(default)s)"), steps=(10, "timed steps (default: %(default)s)"),
+        warmup=(3, "warm-up steps (default: %(default)s)"), compile=False, activation_checkpointing=False,
         note=NOTE,
     )  # fmt: skip
-    parser.add_argument("--systems", type=listed, default=",".join((*COMPARED, "transformer")))
+    systems = ",".join((*COMPARED, "transformer"))
+    parser.add_argument("--systems", type=listed, default=systems, help="default: %(default)s")
     args = parser.parse_args(argv)
     if (args.compile or args.activation_checkpointing) and FLA.keys() & set(args.systems):
         parser.error("--compile, --activation-checkpointing: fla's models are measured without them")

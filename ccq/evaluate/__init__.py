@@ -17,7 +17,7 @@ from ccq.evaluate.requests import EvaluationError, Request, RequestSet
 from ccq.evaluate.results import Responses, tokenizer_hash
 from ccq.evaluate.suite import COMMON, Options, Suite, named, readers, suites
 from ccq.files import finite, locked, write_json
-from ccq.names import positive
+from ccq.names import plural, positive
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
 from ccq.tables import progress
@@ -52,7 +52,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
     if stage in ("all", "requests"):
         asked = its.build(options, tokenizer)
         asked.settings |= {"tokenizer_hash": tokenizer_hash(tokenizer), "limit": options.limit}
-        print(f"{suite}: {len(asked.requests)} requests, {sum(r.length for r in asked.requests):,} tokens")
+        print(f"{suite}: {plural(len(asked.requests), 'request')}, {sum(r.length for r in asked.requests):,} tokens")
     else:
         asked = RequestSet.load(requests)
     if stage == "requests":

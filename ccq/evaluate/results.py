@@ -137,7 +137,7 @@ class Responses:
         for name, expected in told.items():
             if identity["model"][name] != expected:
                 raise EvaluationError(
-                    f"{path.parent.parent} has answers of another run: {name} was {expected}, "
+                    f"{path.parent.parent} has answers of another model: its {name} was {expected}, "
                     f"now it is {identity['model'][name]}. Take another --out, or --again to start over"
                 )
         self.identity = theirs | identity

@@ -68,7 +68,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
     name = options.recipe.replace("-", "_")
     if name not in RECIPES:
-        parser.error(f"there is no recipe {options.recipe!r}.{nearest(name, tuple(RECIPES))}")
+        near = nearest(name, tuple(RECIPES))
+        parser.error(f"there is no recipe {options.recipe!r}.{near} A recipe is SYSTEM_SIZE, such as ccq_gla_tiny.")
     if listed:
         fields = ["--help"]
     for field in fields:

@@ -9,7 +9,7 @@ from ccq.bench.results import OWN, SHIPPED
 from ccq.files import read_json
 from ccq.model.info import ACTIVATION_BYTES, Info, info, size
 from ccq.model.loss import LOGITS
-from ccq.names import positive
+from ccq.names import plural, positive
 from ccq.recipes import recipe
 from ccq.report.paper import numbers_of
 from ccq.report.table import human
@@ -171,7 +171,7 @@ def describe(found: Plan) -> list[str]:
     own = config.steps * config.data.batch * length
     lines = [
         f"{found.gpus} x {found.gpu}, {config.data.batch} x {length:,} tokens a step in "
-        f"{accumulation(config, found.gpus)} micro-batches a GPU",
+        f"{plural(accumulation(config, found.gpus), 'micro-batch', 'micro-batches')} a GPU",
         f"memory a GPU    {size(found.memory)} of {size(GPUS[found.gpu].memory)}: weights and optimizer "
         f"{size(found.weights)}, activations {size(found.activations)} (an estimate)"
         + ("" if fits else "; it does not fit: --runtime.micro-batch smaller, or --runtime.activation-checkpointing"),

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ccq.files import check_free, read_json, write_atomically
-from ccq.names import grouped, nearest
+from ccq.names import grouped, nearest, plural
 from ccq.systems import SWEEPS, SYSTEMS
 from ccq.train import RunError
 from ccq.train.sweep_runs import TEST_SEED, Spec, run_all, say
@@ -305,7 +305,7 @@ def sweep(options: argparse.Namespace) -> int:
             check_device(device)
             check_cpu_bf16(device, todo[0][0].config().dtype)
         total = len(specs)
-        say(f"{total} runs of {options.steps} steps, {len(done)} of them finished before")
+        say(f"{plural(total, 'run')} of {plural(options.steps, 'step')}, {len(done)} of them finished before")
         code, failed, options.groups = 0, [], len(todo)
         on_terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: finished runs are kept
         try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ccq.files import write_atomically
-from ccq.names import duration, first_line
+from ccq.names import duration, first_line, nearest
 from ccq.systems import recipe_name
 from ccq.train import RunError
 
@@ -71,7 +71,7 @@ class Spec:
             *path, last = name.split(".")
             part = functools.reduce(getattr, path, config)
             if not hasattr(part, last):
-                raise RunError(f"--set {name}: a recipe has no such field")
+                raise RunError(f"--set {name}: a recipe has no such field.{nearest(last, tuple(vars(part)))}")
             setattr(part, last, value)
         config.check()
         return identified(config)

@@ -185,7 +185,7 @@ def test_a_quick_look_that_saw_all_is_none_once_it_is_asked_without_a_limit(
 def test_answers_of_another_model_are_refused(llama, tokenizer, data, tmp_path):
     evaluate(llama, tokenizer, "length", length_options(tmp_path, data))
     before = (tmp_path / "length.json").read_text()
-    with pytest.raises(EvaluationError, match="another run: hash was"):
+    with pytest.raises(EvaluationError, match="another model: its hash was"):
         evaluate(make_model("gpt2"), tokenizer, "length", length_options(tmp_path, data))
     assert (tmp_path / "length.json").read_text() == before
 
