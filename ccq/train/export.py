@@ -36,7 +36,8 @@ def as_exported(run: Path, step: int | None = None) -> tuple[Any, Any, int]:
     have = steps_in(root)
     if not have if step is None else step not in have:
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-        raise RunError(f"{root} holds no {what}; it has step {', '.join(map(str, have)) or 'none'}")
+        others = f"; it has step {', '.join(map(str, have))}" if have else ""
+        raise RunError(f"{root} holds no {what}{others}")
     model: Any = make_model(config, torch.device("cpu"))
     with join("cpu") as world:
         state = {"model": {name: x.detach() for name, x in model.named_parameters()}}

@@ -123,7 +123,7 @@ class Run:
         if self.world.main:
             folder.note_origin(self.run, start, self.log.say, config.init)
         self.log.say(f"resumed at step {start}" if start else self.headline())
-        if (warmup := config.optimizer.warmup) > config.steps:
+        if not start and (warmup := config.optimizer.warmup) > config.steps:
             told = f"the warm-up ({plural(warmup, 'step')}) is longer than the run: the rate never reaches its peak"
             self.log.say(f"warning: {told}; see --optimizer.warmup")
         steps = Steps(self.source, self.world.rank, self.world.size, self.accumulate, start)
