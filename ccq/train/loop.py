@@ -31,6 +31,7 @@ from ccq.train.gpus import peak_flops
 from ccq.train.log import Log
 from ccq.train.monitor import sample, summary, tokenizer_of, validate
 from ccq.train.optimizer import pure_decay
+from ccq.train.parallelize import freeze, make_model
 from ccq.train.trainer import Done, Trainer
 from ccq.train.world import World, join
 
@@ -48,6 +49,8 @@ def train(config: Config, run: Path) -> int:
             on_main(world, lambda: check_cpu_bf16(world.device.type, config.dtype))
         # before the folder is this run's, and the one time that all data is read
         on_main(world, lambda: (train_source(config), valid_source(config)))
+        if not config.foreign:  # whose names only its weights tell
+            on_main(world, lambda: freeze(make_model(config, torch.device("meta")), config))
         on_main(world, lambda: folder.claim(run, config, newest(root) or 0))
         log = Log(run, config, world.main)
         if finished:

@@ -143,8 +143,7 @@ def speed_of(name: str, config: Config, model: Info, length: int, gpu: str | Non
 
 def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("plan", (__doc__ or "").splitlines()[0])
-    gpus = "number of GPUs (default: %(default)s); more than 8 are several nodes"
-    parser.add_argument("--gpus", type=positive, default=8, help=gpus)
+    parser.add_argument("--gpus", type=positive, default=8, help="GPUs (default: %(default)s); over 8: several nodes")
     known = f"{', '.join(GPUS)} (default: your own results of `ccq bench train`, else {MEASURED})"
     parser.add_argument("--gpu", type=str.upper, choices=tuple(GPUS), metavar="GPU", help=known)
     options, config = parse(parser, argv)

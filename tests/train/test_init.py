@@ -163,7 +163,8 @@ def test_no_match_is_an_error_that_lists_the_names(tmp_path):
     ):
         train(dataclasses.replace(small("ccq-gla"), train="claener"), tmp_path)
     with pytest.raises(RunError, match=r"optimizer\.rates: no name of a parameter matches 'foo'"):
-        train(small("ccq-gla", rates=("q_proj=1e-3", "foo=1e-2")), tmp_path / "rates")
+        train(small("ccq-gla", rates=("q_proj=1e-3", "foo=1e-2")), tmp_path)
+    assert not (tmp_path / "config.json").exists()  # the folder is nobody's: the corrected command may take it
 
 
 def test_parameters_have_their_own_rate():
