@@ -131,7 +131,7 @@ OFF, UNCHANGED = "switched off at inference", "unchanged at inference"
 # options that change nothing of what a model is, or that come with its data
 _ASIDE = (
     "vocab_size", "max_position_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "backend",
-    "identity", "recall", "logits_with_loss",
+    "logits_with_loss",
 )  # fmt: skip
 
 

@@ -274,7 +274,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
             parser.error(f"{option.flag}: this option is for {', '.join(meant)}, and --suite is {', '.join(asked)}")
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     names = {"out", *COMMON, *(option.name for option in readers())}
-    return arguments, found, Options(**{name: getattr(arguments, name) for name in names})
+    options = Options(**{name: getattr(arguments, name) for name in names})
+    for suite in found:
+        suite.check(options)
+    return arguments, found, options
 
 
 def load(arguments: argparse.Namespace, asked: Sequence[Suite]) -> tuple[Any, Any]:

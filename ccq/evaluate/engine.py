@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ccq.evaluate.requests import Request, RequestSet
+from ccq.model.loss import exact_logits
 from ccq.names import grouped
 
 GENERATED = 4  # times as many tokens a batch in decoding, where a step costs about the same for few rows and for many
@@ -148,7 +149,7 @@ class Engine:
         for begin in range(0, len(rows), step):
             at = slice(begin, begin + step)
             picked = states[rows[at].to(states.device), columns[at].to(states.device)]
-            yield (picked if self.head is None else self.head(picked)).float(), at
+            yield picked.float() if self.head is None else exact_logits(self.head, picked).float(), at
 
     def _argmax(self, asked: RequestSet, batch: list[Request]) -> list[tuple[Request, dict]]:
         states, _ = self.states(self.padded([ids_of(asked, request) for request in batch]))

@@ -23,7 +23,7 @@ from ccq.mixers.norms import unit
 from ccq.ops import Cleaning, CovarianceState, Gate, clean_query, decode_step, gate, sigma_q
 from ccq.ops.clean import read_with, reference
 from ccq.ops.clean.chunk import CHUNK
-from ccq.ops.precision import high, stats_dtype
+from ccq.ops.precision import stats_dtype
 from ccq.ops.recurrence import recurrence
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class QueryCleaner(Owner):
         if seqs is None:
             return self.step(raw, q, k, v, state, g, beta, scale)
         q, k, covariance = self(raw, q, k, seqs, state, new is not None, g)
-        past = None if state is None else high(state["recurrent"])
+        past = None if state is None else state["recurrent"].to(stats_dtype(q.dtype))
         o, recurrent = recurrence(q, k, v, g, beta, scale, past, new is not None, seqs.cu_seqlens, self.backend)
         if new is not None and recurrent is not None:
             new["recurrent"] = recurrent.bfloat16() if self.half_states else recurrent

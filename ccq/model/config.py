@@ -7,7 +7,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,45 +43,40 @@ _FROM_TRANSFORMERS = (
 )
 
 
-class CCQConfig(PretrainedConfig):
-    """What a model is made of. Unknown names and impossible values raise.
+@dataclass(kw_only=True)
+class ModelOptions:
+    """The options of a model. Of those of mixers, one that the chosen mixer does not have is ignored by it."""
 
-    Of the options of mixers, one that the chosen mixer does not have is ignored by it.
-    """
-
-    model_type = "ccq"
-    keys_to_ignore_at_inference = ["past_key_values", "scored"]
-
-    vocab_size: int = 32000
-    hidden_size: int = 1024
-    num_hidden_layers: int = 21
-    intermediate_size: int | None = 2816  # of the SwiGLU; None: layers without an MLP
-    norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 4096  # what it was trained on; nothing stops there
-    use_cache: bool = True
+    vocab_size: int = 32000  # tokens of the tokenizer
+    hidden_size: int = 1024  # width of the model
+    num_hidden_layers: int = 21  # layers
+    intermediate_size: int | None = 2816  # width of the SwiGLU; None: layers without an MLP
+    norm_eps: float = 1e-6  # inside the square root of the norms
+    initializer_range: float = 0.02  # standard deviation of random weights
+    tie_word_embeddings: bool = False  # whether the head is the embedding
+    max_position_embeddings: int = 4096  # the length it was trained on; nothing stops there
+    use_cache: bool = True  # whether a call returns a cache to go on from
     logits_with_loss: bool | None = None  # whether labels give logits beside the loss; None: except in training
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
+    bos_token_id: int | None = None  # the token that begins a text
+    eos_token_id: int | list[int] | None = None  # the token, or tokens, that end it
+    pad_token_id: int | None = None  # the token that fills shorter rows of a batch
 
-    mixer: str = "gla"  # a name in ccq.mixers.MIXERS
-    num_heads: int = 6
+    mixer: str = "gla"  # the backbone, a name in ccq.mixers.MIXERS
+    num_heads: int = 6  # heads of the mixer
     num_kv_heads: int | None = None  # attention: key and value heads, each read by num_heads / num_kv_heads; None: all
-    key_size: int = 256  # of a head (attention: hidden_size / num_heads, and the next one too)
-    value_size: int = 512
+    key_size: int = 256  # of a head; attention takes hidden_size / num_heads
+    value_size: int = 512  # of a head; attention takes hidden_size / num_heads
     conv_size: int | None = None  # width of the short convolution of q, k and v; None: none
     base_conv_size: int | None = None  # layers 0, 2, ... are zoology's gated convolutions of this width, not the mixer
-    # or "hedgehog": softmax of [2x, -2x], x a learned map of q or k; or "elementwise_product" of two learned maps
+    # of q and k: "identity"; "hedgehog", softmax of [2x, -2x], x a learned map; or "elementwise_product" of two maps
     feature_map: str = "identity"
-    feature_map_size: int = 128  # of that x, so that there are twice as many features
-    output_gate: bool = True
+    feature_map_size: int = 128  # hedgehog: size of x, so that there are twice as many features
+    output_gate: bool = True  # whether a gate multiplies what the mixer puts out
     rotary: bool = False  # retnet: q and k turned by their positions, as its paper has them
-    rope_theta: float = 10000.0  # attention, and retnet with rotary
+    rope_theta: float = 10000.0  # base of the angles: attention, and retnet with rotary
     gate_low_rank: int = 16  # GLA: rank of the map from x to the decays
     gate_normalizer: float = 16.0  # GLA: log-decay = logsigmoid(.) / this
-    cg_steps: int = 30  # mesa: of conjugate gradient, in training as in decoding
+    cg_steps: int = 30  # mesa: steps of conjugate gradient, in training as in decoding
     expand: int = 2  # mamba2: width of the inner state over hidden_size
     state_size: int = 128  # mamba2: its key size
     head_size: int = 64  # mamba2: its value size
@@ -89,20 +84,30 @@ class CCQConfig(PretrainedConfig):
 
     unit_qk: bool = False  # unit q and k without cleaning
     current_key_read: bool = False  # Comba's read: q - d * k of the same token, d learned, one a head
-    current_key_init: float = 0.02  # where d starts
-    clean: bool = False  # q_clean = q - lam * Sigma_t q
-    step: str = "scaled"  # that; or "projected": lam is a share of what q has along Sigma_t q
-    steps: int = 1  # how often
-    covariance_decay: str = "none"  # of Sigma_t: "backbone" forgets as the memory does, "learned" one constant a head
-    direction: str = "covariance"  # controls: Sigma_t of the "other head"'s keys, or their "mean" m alone: m (m . q)
+    current_key_init: float = 0.02  # where d of Comba's read starts
+    clean: bool = False  # clean the query: q_clean = q - lam * Sigma_t q
+    # how it is cleaned: "scaled", the paper's; or "projected", where lam is a share of what q has along Sigma_t q
+    step: str = "scaled"
+    steps: int = 1  # how often it is cleaned
+    # how Sigma_t forgets: "none"; "backbone", as the memory does; "learned", one constant a head
+    covariance_decay: str = "none"
+    # along "covariance" Sigma_t q; controls: Sigma_t of the "other head"'s keys, or their "mean" m alone: m (m . q)
+    direction: str = "covariance"
     learned_scale: bool = False  # control: lam = s sigmoid(.), s learned, one a head, from 1
-    centred: bool = True
-    normalize: str = "unit"  # of clean_query; "stats" for weights trained without unit q and k
+    centred: bool = True  # whether Sigma_t is centred: a covariance, not a second moment
+    normalize: str = "unit"  # what is made unit: "unit" q and k; "stats" keys of Sigma_t alone, for weights trained so
     gate_init: float = 0.01  # where lam starts
     fixed_lam: float | None = None  # a constant lam, without a gate
-    decay_gate_bias: bool = True  # whether weight decay reaches the bias of the gate; the optimizer asks
-    backend: str = "auto"  # of clean_query and of the recurrences
+    decay_gate_bias: bool = True  # whether weight decay reaches the bias of the gate
+    backend: str = "auto"  # of cleaning and of the memory: "auto", "chunk" (plain PyTorch) or "triton"
     state_dtype: str = "float32"  # what the recurrent state is kept in between calls; "bfloat16" is half as large
+
+
+class CCQConfig(ModelOptions, PretrainedConfig):
+    """What a model is made of. Unknown names and impossible values raise."""
+
+    model_type = "ccq"
+    keys_to_ignore_at_inference = ["past_key_values", "scored"]
 
     identity: dict | None = None  # what was trained, as ccq.systems.Identity
     recall: dict | None = None  # what a recall model was trained on: {"vocab_size": ..., "slices": [[length, pairs]]}
@@ -154,7 +159,7 @@ class CCQConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raise TypeError or ValueError where a value is impossible. Values may be assigned; a model checks again."""
-        for name, kind in CCQConfig.__annotations__.items():  # such as "int | None"
+        for name, kind in (ModelOptions.__annotations__ | CCQConfig.__annotations__).items():  # such as "int | None"
             value = getattr(self, name)
             kinds = kind.split(" | ")
             if value is None and "None" in kinds:
@@ -317,7 +322,7 @@ def recognise(options: Mapping[str, Any], system: str = "", size: str = "") -> t
     systems.sort(key=lambda name: name != system)
     widths = {name: sized(mixer, name)["hidden_size"] for name in SIZES}
     sizes = [name for name in sorted(SIZES, key=lambda name: name != size) if widths[name] == width]
-    defaults = {name: getattr(CCQConfig, name) for name in CCQConfig.__annotations__}
+    defaults = asdict(ModelOptions())
     found = [(differing(options, defaults | _options(name, of)), name, of) for of in sizes for name in systems]
     if not found:  # a size of the user's own: what makes a size tells nothing
         shape = {"hidden_size", "output_gate", *sized(mixer, "mqar")}

@@ -421,6 +421,7 @@ class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
         assert given is not None
         if given.shape != shape:
             raise ValueError(f"{name}: expected shape {tuple(shape)}, that of the tokens, got {tuple(given.shape)}")
+        given = given.long() if given.dtype == torch.int32 else given  # as the tokens may be
         padding = None if mask is None else mask[:, -shape[1] :] == 0
         given = given if padding is None else given.masked_fill(padding, IGNORE)
         if labels is None:

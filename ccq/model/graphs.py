@@ -50,6 +50,7 @@ class DecodeGraph:
             self.tokens = torch.zeros(batch, dtype=torch.int64, device=model.device)
             self.lengths = torch.zeros_like(self.tokens)
             self.states = [mixer.new_state(batch, model.device, model.dtype, self.room) for mixer in mixers]
+            self.given: list = []  # what the cache that it decodes has of them
             self.run = capture(lambda: model.decode(self.tokens, self.states, self.lengths), model.device)
 
     def has_room(self, length: int) -> bool:
@@ -60,7 +61,8 @@ class DecodeGraph:
         with torch.inference_mode(False), torch.no_grad():
             pytree.tree_map(copy_into, self.states, cache.states)
             self.lengths.copy_(cache.rows)
-        cache.states, cache.lengths = self.states, self.lengths
+        self.given = [dict(state) for state in self.states]  # a cache that outgrows them makes room in its own
+        cache.states, cache.lengths = self.given, self.lengths
 
     def __call__(self, tokens: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
         """The logits after one more token of each sequence, in memory that the next call writes over."""
@@ -82,7 +84,7 @@ class Decoding:
         return Decoding, ()
 
     def holds(self, cache: CCQCache) -> bool:
-        return self.graph is not None and cache.states is self.graph.states
+        return self.graph is not None and cache.states is self.graph.given
 
     def step(
         self, model: CCQForCausalLM, ids: Tensor | None, mask: Tensor | None, cache: CCQCache | None, max_length: int

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from ccq.mixers.linear import bare
 from ccq.ops.choose import Call, autocasts, choose
 from ccq.ops.precision import no_autocast, stats_dtype
 
@@ -102,6 +103,14 @@ def cross_entropy(logits: Tensor, target: Tensor, gradient: bool) -> tuple[Tenso
         d_logits.scatter_add_(1, target.clamp(min=0)[:, None], -scored.to(d_logits.dtype))
         logits = d_logits.to(logits.dtype)
     return loss, logits
+
+
+def exact_logits(head: nn.Module, hidden: Float[Tensor, "M D"]) -> Float[Tensor, "M V"]:
+    """fp32 logits (fp64 of fp64): in half precision the best ones would often be equal, and the first would win."""
+    high = stats_dtype(hidden.dtype)
+    if bare(head) and head.bias is None and type(head.weight) is nn.Parameter and head.weight.dtype == hidden.dtype:
+        return outer(hidden.mT, head.weight.mT, high)
+    return head(hidden).to(high)
 
 
 def outer(d_logits: Tensor, h: Tensor, high: torch.dtype, total: Tensor | None = None) -> Float[Tensor, "V D"]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ccq.mixers import Sequences
 from ccq.model.cache import CCQCache
-from ccq.ops.checks import check_borders
+from ccq.ops.checks import check_borders, check_cu_seqlens
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,11 @@ def arrange(
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("attention_mask: expected none beside cu_seqlens: packed sequences have no padding")
-        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
-            got = f"{cu_seqlens.dtype} of {tuple(cu_seqlens.shape)}"
-            raise ValueError(f"cu_seqlens: expected integers of shape [N + 1], got {got}")
-        if batch != 1:
-            raise ValueError(f"cu_seqlens: expected the sequences to be packed in a batch of 1, got a batch of {batch}")
+        count = check_cu_seqlens(cu_seqlens, x, anywhere=True)
         values = cu_seqlens.tolist()  # looks at them: once a batch, and for all layers
         check_borders(values, tokens)
         longest = columns = max(end - begin for begin, end in pairwise(values))
         borders = cu_seqlens.to(x.device, torch.int64)
-        count = borders.shape[0] - 1
     elif mask is not None:
         real = mask.flatten().nonzero()[:, 0]
         borders = F.pad(mask.sum(1).cumsum(0), (1, 0))
@@ -119,11 +115,14 @@ def borders_of(
     cu_seq_lens_k: Int[Tensor, " N1"] | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    **unknown: Any,
 ) -> Tensor | None:
     """cu_seqlens, as given or from what other libraries call them; the longest lengths follow from them.
 
     Raises where two of them contradict each other, or positions are not those that the model counts itself.
     """
+    if unknown:
+        raise TypeError(f"forward: there is no argument {next(iter(unknown))!r}")
     found = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
     if tokens is None or all(x is None for x in (position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k)):
         return cu_seqlens

@@ -85,7 +85,7 @@ class HostCopy:
 
     def __init__(self, like: Int[Tensor, " B"], count: int) -> None:
         self.device = like.device
-        self.memory = torch.empty(count, *like.shape, dtype=torch.int64, pin_memory=like.is_cuda)
+        self.memory = torch.empty(count, *like.shape, dtype=torch.int64, device="cpu", pin_memory=like.is_cuda)
         self.arrived = torch.cuda.Event() if like.is_cuda else None
 
     def send(self, *values: Int[Tensor, " B"]) -> None:

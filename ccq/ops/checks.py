@@ -100,19 +100,20 @@ def check_read(step: str, steps: int, log_decay: Tensor | None, k: Tensor) -> No
         raise ValueError(f"steps: expected a whole number from 1 to {MOST_STEPS}, got {steps!r}")
     if log_decay is None:
         return
+    check_tensor("k", k)
     check_tensor("log_decay", log_decay)
     if log_decay.shape != k.shape[:-1]:
         expected = f"one a token and key head, {tuple(k.shape[:-1])}"
         raise ValueError(f"log_decay: expected {expected}, got {tuple(log_decay.shape)}")
     same_device(k, log_decay=log_decay)
-    if looked_at(log_decay) and log_decay.numel() and not torch.compiler.is_compiling():
+    if looked_at(log_decay) and log_decay.numel():
         largest = log_decay.detach().max().item()
         if largest > 0:
             raise ValueError(f"log_decay: expected values up to 0, got {largest:g}")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
-    """How many sequences there are."""
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, anywhere: bool = False) -> int:
+    """How many sequences there are in q [B, T, ...]; `anywhere`: the borders may lie on another device."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected an integer tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -120,8 +121,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> int:
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected shape [N + 1], N >= 1, got {tuple(cu_seqlens.shape)}")
     if q.shape[0] != 1:
-        raise ValueError(f"q: expected batch size 1 with cu_seqlens (sequences packed along T), got {q.shape[0]}")
-    same_device(q, cu_seqlens=cu_seqlens)
+        raise ValueError(f"cu_seqlens: expected sequences packed in a batch of 1, got a batch of {q.shape[0]}")
+    if not anywhere:
+        same_device(q, cu_seqlens=cu_seqlens)
     return cu_seqlens.shape[0] - 1
 
 
@@ -215,7 +217,9 @@ def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
 
 
 def looked_at(x: Tensor) -> bool:
-    """Whether the values of x are checked."""
+    """Whether the values of x are checked: neither a compiler nor vmap lets anybody look."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
     return x.device.type == "cpu" or (not x.is_meta and os.environ.get("CCQ_CHECK") == "1")
 
 
@@ -223,7 +227,7 @@ def check_values(
     lam: Tensor, count: Tensor | None, cu_seqlens: Tensor | None, length: int, state: str = "initial_state"
 ) -> None:
     """Raise on values no sequence can have; `state` is what the caller calls it. NaN passes and shows in the output."""
-    if not looked_at(lam) or torch._C._functorch.peek_interpreter_stack() is not None:  # vmap lets nobody look
+    if not looked_at(lam):
         return
     if lam.numel():
         low, high = (x.item() for x in lam.detach().aminmax())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -26,20 +27,29 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def exact_matmul(x: Tensor) -> AbstractContextManager:
-    """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics."""
-    return _no_tf32(x) if x.is_cuda else no_autocast(x)
+    """fp32 products in fp32: neither autocast nor TF32, which errs by 1e-3, may reach the statistics. A compiler cannot
+    trace the setting of TF32: compiled code follows the user's."""
+    return _no_tf32(x) if x.is_cuda and not torch.compiler.is_compiling() else no_autocast(x)
+
+
+_LOCK = threading.Lock()
+_BEFORE: list[str] = []  # for each block that is open in any thread, the setting before the first of them
 
 
 @contextmanager
 def _no_tf32(x: Tensor):
     matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
+    with _LOCK:
+        _BEFORE.append(_BEFORE[0] if _BEFORE else matmul.fp32_precision)
+        matmul.fp32_precision = "ieee"
     try:
         with no_autocast(x):
             yield
     finally:
-        matmul.fp32_precision = precision
+        with _LOCK:
+            precision = _BEFORE.pop()
+            if not _BEFORE:
+                matmul.fp32_precision = precision
 
 
 def inv_norm(x: Tensor) -> Tensor:

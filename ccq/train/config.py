@@ -7,32 +7,24 @@ import json
 import math
 import operator
 import re
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ccq.data.mqar import TRAIN
 from ccq.files import read_json
-from ccq.model.config import CCQConfig, recognise
+from ccq.model.config import CCQConfig, ModelOptions, recognise
 from ccq.systems import Identity
 from ccq.train import RunError
 
-# The fields of CCQConfig as a plain dataclass: defined there, and here without what transformers adds to them.
-_kinds = typing.get_type_hints(type("_", (), {"__annotations__": CCQConfig.__annotations__}))
-del _kinds["identity"], _kinds["recall"]  # which a run has in other fields
-ModelOptions: Any = dataclasses.make_dataclass(
-    "ModelOptions", [(name, kind, field(default=getattr(CCQConfig, name))) for name, kind in _kinds.items()]
-)
 
-
-def preset(name: str, **changes: Any) -> Any:
+def preset(name: str, **changes: Any) -> ModelOptions:
     """The ModelOptions of a preset of CCQConfig."""
     config = CCQConfig.preset(name, **changes)
-    return ModelOptions(**{name: getattr(config, name) for name in _kinds})
+    return ModelOptions(**{option.name: getattr(config, option.name) for option in dataclasses.fields(ModelOptions)})
 
 
-def model_config(options: Any) -> CCQConfig:
+def model_config(options: ModelOptions) -> CCQConfig:
     return CCQConfig(**dataclasses.asdict(options))
 
 

@@ -18,14 +18,14 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from ccq.model.config import CCQConfig
+from ccq.model.config import CCQConfig, ModelOptions
 from ccq.names import first_line
 from ccq.pretrained import NoTokenizerError, is_run, load_config, load_tokenizer, located
 from ccq.systems import Identity
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import FAILURES, folder_of, load, newest
-from ccq.train.config import Config, ModelOptions
+from ccq.train.config import Config
 from ccq.train.world import World
 
 
@@ -84,6 +84,8 @@ def fitting(name: str, weights: dict[str, Any], stored: dict[str, Any], say: Cal
     wrong += [f"{key} has no place here" for key in stored if key not in weights and key != "lm_head.weight"]
     if wrong:
         raise RunError(f"init: {name} does not fit: {some(wrong, '; ')}")
+    if "lm_head.weight" in stored.keys() - weights.keys():
+        say(f"the lm_head.weight of {name} is left out: here the head is the embedding (model.tie_word_embeddings)")
     if new := [key for key in weights if key not in stored]:
         say(f"new, as configured: {some(new, ', ')}")
     return taken

@@ -22,6 +22,7 @@ from ccq.data.counter import key_of
 from ccq.data.recall import Recall
 from ccq.mixers import QueryCleaner
 from ccq.model import CCQForCausalLM
+from ccq.model.loss import exact_logits
 from ccq.train.config import Config
 from ccq.train.world import World
 
@@ -75,7 +76,8 @@ def validate(model: Any, config: Config, world: World, source: Source) -> dict[s
             sums[kind, 0] += out.loss.double() * out.scored
             sums[kind, 2] += asked.sum()
             if recall:
-                sums[kind, 1] += (model.lm_head(out.hidden_states[-1][asked]).argmax(-1) == labels[asked]).sum()
+                logits = exact_logits(model.lm_head, out.hidden_states[-1][asked])
+                sums[kind, 1] += (logits.argmax(-1) == labels[asked]).sum()
     rows = torch.tensor(world.total(*sums.flatten().tolist()), dtype=torch.float64).view(-1, 3)
     loss, right, scored = rows.sum(0).tolist()
     mean = loss / max(scored, 1)

@@ -26,8 +26,7 @@ from torch.utils import _pytree as pytree
 from ccq.data.batches import IGNORE, Batch
 from ccq.data.recall import Recall
 from ccq.model.info import info
-from ccq.model.loss import outer
-from ccq.ops.precision import stats_dtype
+from ccq.model.loss import exact_logits
 from ccq.provenance import provenance
 from ccq.train.config import Config, model_config
 from ccq.train.data import recall_source
@@ -162,13 +161,12 @@ class RecallRun:
 
     @torch.no_grad()
     def right(self, samples: Samples) -> Int[Tensor, " n"]:
-        """Answers that are right, of each sample. The logits are fp32: in bf16 the best ones would often be equal."""
+        """Answers that are right, of each sample."""
         count, length = samples.inputs.shape
         found = []
         for index in torch.arange(count, device=self.device).split(max(1, EVALUATED // length)):
             batch = samples.batch(index)
-            hidden = at_positions(self.model, batch)
-            logits = outer(hidden.mT, self.model.lm_head.weight.mT, stats_dtype(hidden.dtype))
+            logits = exact_logits(self.model.lm_head, at_positions(self.model, batch))
             found.append((logits.argmax(-1).view_as(batch.labels) == batch.labels).sum(1))
         self.trainer.gates.collect()
         return torch.cat(found)

@@ -46,6 +46,16 @@ def answers(engine, asked):
     return found
 
 
+def test_ties_of_half_precision_decide_no_answer(model):
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    asked = requests_of("argmax", count=4, positions=tuple(range(20)))
+    got = answers(Engine(half, batch_size=1), asked)
+    for request in asked.requests:
+        hidden = half.base_model(torch.from_numpy(asked.of(request).astype(np.int64))[None]).last_hidden_state
+        exact = hidden[0, :20].double() @ half.get_output_embeddings().weight.double().mT
+        assert got[request.id]["tokens"] == exact.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("batch_size", [None, 1, 5, "few sizes"])
 def test_batched_equals_one_by_one(model, batch_size):
     asked = requests_of()

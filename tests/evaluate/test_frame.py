@@ -295,8 +295,9 @@ def run(folder, tmp_path, capsys, *arguments):
     return code, capsys.readouterr().err
 
 
-def test_an_unknown_task_names_the_nearest(folder, data, tmp_path, capsys):
-    code, error = run(folder, tmp_path, capsys, "--suite", "lm", "--data", str(data), "--tasks", "pika")
+def test_an_unknown_task_names_the_nearest(data, tmp_path, capsys):
+    """Before a model is looked for: there is none here."""
+    code, error = run(tmp_path / "none", tmp_path, capsys, "--suite", "lm", "--data", str(data), "--tasks", "pika")
     assert (code, "lm has no 'pika'. Did you mean 'piqa'?" in error) == (1, True)
 
 

@@ -304,6 +304,12 @@ def test_loss_equals_cross_entropy_of_the_logits(system):
         assert relative(a, b) < 1e-5
 
 
+def test_labels_may_be_of_32_bits_as_tokens_may():
+    model, ids = shared_model("ccq-gla"), tokens(2, 9)
+    for name in ("labels", "targets"):
+        assert torch.equal(model(ids.int(), **{name: ids.int()}).loss, model(ids, **{name: ids}).loss)
+
+
 def test_loss_of_packed_sequences_does_not_cross_their_borders():
     model, ids = make_model("ccq-gla"), tokens(1, 12)
     borders = torch.tensor([0, 5, 5, 6, 12])
@@ -373,7 +379,8 @@ def test_bad_calls_are_named(system):
         ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "batch of 2"),
         ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4])}, ValueError, "end at T = 5"),
         ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 4, 3, 5])}, ValueError, "no decrease"),
-        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0.0, 5.0])}, ValueError, "integers"),
+        ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "int32 or int64"),
+        ({"input_ids": ids[:1], "cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected an integer tensor, got list"),
         (
             {"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.zeros(1, 5)},
             ValueError,
@@ -384,7 +391,7 @@ def test_bad_calls_are_named(system):
         ({"input_ids": ids, "past_key_values": ()}, TypeError, "expected a CCQCache, got tuple"),
         ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, "labels: expected shape \\(2, 5\\)"),
         ({"input_ids": ids, "labels": ids, "targets": ids}, ValueError, "got both"),
-        ({"input_ids": ids, "position_idz": ids}, TypeError, "position_idz"),
+        ({"input_ids": ids, "position_idz": ids}, TypeError, "forward: there is no argument 'position_idz'"),
     ):
         with pytest.raises(error, match=words):
             model(**call)

@@ -183,6 +183,22 @@ def test_graph_steps_equal_plain_steps(system, cpu_graphs):
         assert [x.data_ptr() for x in torch.utils._pytree.tree_leaves(plain.states)] == before
 
 
+def test_a_cache_that_outgrows_the_graph_leaves_it_its_memory(cpu_graphs, monkeypatch):
+    """A graph reads the addresses it was captured with; the next cache is copied there."""
+    monkeypatch.setattr(graphs, "ROOM", 8)
+    model, ids = make_model("transformer"), tokens(1, 12)
+    cache = model(ids[:, :4]).past_key_values
+    model(ids[:, 4:5], past_key_values=cache, graph_length=8)
+    captured = [x.data_ptr() for x in torch.utils._pytree.tree_leaves(model.decoding.graph.states)]
+    for t in range(5, 12):
+        grown = model(ids[:, t : t + 1], past_key_values=cache).logits
+    torch.testing.assert_close(grown, model(ids).logits[:, -1:], rtol=0, atol=1e-5)
+    other = model(ids[:, :4]).past_key_values
+    got = model(ids[:, 4:5], past_key_values=other, graph_length=8).logits
+    assert [x.data_ptr() for x in torch.utils._pytree.tree_leaves(model.decoding.graph.states)] == captured
+    torch.testing.assert_close(got, model(ids[:, :5]).logits[:, -1:], rtol=0, atol=1e-5)
+
+
 def test_one_graph_serves_many_calls(cpu_graphs):
     model, ids = make_model("transformer"), tokens(2, 20)
     model.generate(ids, max_new_tokens=3, do_sample=False)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ccq.model import loss as module
-from ccq.model.loss import linear_cross_entropy
+from ccq.model.loss import exact_logits, linear_cross_entropy
 
 
 def case(m=37, d=16, v=50, dtype=torch.float64, seed=0):
@@ -100,3 +100,23 @@ def test_without_a_gradient_none_is_computed(mode, monkeypatch):
         total, _ = linear_cross_entropy(hidden, weight, targets)
     assert total == expected
     assert wanted == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_exact_logits_are_not_rounded_to_half_precision(dtype):
+    hidden, weight, _ = case(dtype=dtype)
+    head = torch.nn.Linear(16, 50, bias=False, dtype=dtype)
+    head.weight = torch.nn.Parameter(weight.detach())
+    found = exact_logits(head, hidden.detach())
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), hidden.double() @ weight.double().mT, rtol=1e-5, atol=1e-5)
+
+
+def test_exact_logits_call_a_head_that_is_more_than_its_weight():
+    hidden, weight, _ = case()
+    head = torch.nn.Linear(16, 50, dtype=torch.float64)
+    head.weight = torch.nn.Parameter(weight.detach())
+    torch.testing.assert_close(exact_logits(head, hidden), head(hidden))  # its bias
+    head.bias = None
+    head.register_forward_hook(lambda head, given, logits: 2 * logits)
+    torch.testing.assert_close(exact_logits(head, hidden), 2 * hidden @ weight.mT)

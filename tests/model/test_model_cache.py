@@ -87,6 +87,13 @@ def test_a_recurrent_state_may_be_kept_in_bf16(system):
     assert recurrent[0] == recurrent[1] * (1 if system == "mesa-2" else 2)
 
 
+def test_a_state_in_bf16_goes_on_in_an_fp64_model():
+    model, ids = make_model("ccq-gla", state_dtype="bfloat16").double(), tokens(1, 12)
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    several = model(ids[:, 4:], past_key_values=cache).logits
+    torch.testing.assert_close(several, model(ids).logits[:, 4:], rtol=0, atol=0.05)
+
+
 @each_system
 def test_states_are_fp32_whatever_the_model_is(system):
     """Stored in bf16 they would forget, slowly and without an error; keys and values are no sums."""

@@ -143,6 +143,15 @@ def test_a_step_is_launched_before_the_host_asks(monkeypatch):
     assert order == ["step", "receive", "step", "receive", "receive"]
 
 
+def test_a_default_device_changes_nothing(monkeypatch):
+    """What the host reads lies on the host."""
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
+    model, prompt = make_model("ccq-gla"), tokens(1, 5)
+    expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    with torch.device("meta"):
+        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_tokens_of_transformers_on_a_gpu(do_sample, monkeypatch):

@@ -61,6 +61,13 @@ def test_a_gate_that_is_new_starts_as_configured_and_is_said(trained, tmp_path, 
     assert torch.sigmoid(now["model.layers.0.mixer.cleaner.gate_bias"]).tolist() == pytest.approx([0.2] * 2, rel=1e-5)
 
 
+def test_a_head_that_is_now_the_embedding_is_said(trained, tmp_path, capsys):
+    assert train(begun(trained / "model", tie_word_embeddings=True, steps=1), tmp_path / "tied") == 0
+    assert f"the lm_head.weight of {trained / 'model'} is left out" in capsys.readouterr().out
+    assert train(begun(trained / "model", steps=1), tmp_path / "untied") == 0
+    assert "left out" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_named(trained, tmp_path):
     with pytest.raises(RunError, match=r"does not fit: .*embed_tokens.weight is \[64, 32\] there, \[96, 32\] here"):
         train(begun(trained / "model", vocab_size=96), tmp_path / "a")

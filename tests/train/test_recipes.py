@@ -1,6 +1,7 @@
 """Recipes are the paper's, the command line can change any field, and a plan adds up."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from ccq.report import paper
 from ccq.systems import SIZES, SYSTEMS, Identity, recipe_name
 from ccq.train import RunError, command, plan
 from ccq.train import config as configs
-from ccq.train.config import model_config
+from ccq.train.config import ModelOptions, model_config
 
 PAPER = sorted({system for table in paper.load().tables.values() for _, system in table.rows})
 
@@ -141,7 +142,9 @@ def test_help_of_a_recipe_lists_its_fields(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "--optimizer.weight-decay FLOAT" in text
-    assert "--model.gate-init FLOAT" in text
+    options = re.findall(r"(--model\.\S+) .*\n\W*(.*)", text)
+    assert len(options) == len(dataclasses.fields(ModelOptions))
+    assert [name for name, told in options if told.startswith("(default")] == []  # each says what it is
 
 
 # ccq plan

@@ -76,6 +76,19 @@ def test_it_trains_what_the_trainer_trains(system, options, data):
         assert run.lams[0].tolist() == pytest.approx([config.model.gate_init] * run.lams.shape[1])
 
 
+def test_ties_of_half_precision_decide_no_answer(monkeypatch):
+    """Each key is asked for the token that the weights, in fp64, answer: all answers are right."""
+    config = small("gla", steps=1, dtype="bf16", valid_slices=((16, 4, 500),))
+    model, source = Trainer(config, CPU).model, valid_source(config)
+    batches = list(source.in_order(8, 0, 1, None))
+    for _, batch in batches:
+        hidden = model.model(batch.input_ids, use_cache=False).last_hidden_state.double()
+        answers = (hidden @ model.lm_head.weight.double().mT).argmax(-1)
+        batch.labels[:] = torch.where(batch.labels >= 0, answers, batch.labels)
+    monkeypatch.setattr(source, "in_order", lambda *given: batches)
+    assert validate(model, config, CPU, source)["valid_accuracy"] == 1
+
+
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     config = small("gla", steps=3, lr=1e-2)
     run = together(config, steps=1)

@@ -79,6 +79,7 @@ def clean_query(
         if step in reference.FUSED:
             q, k_bar, state = _run("clean_query", q, k, lam, how, *where)
         else:
+            check_values(lam, None, None, 0)
             y, k_bar, state = _run("sigma_q", q, k, None, how._replace(step="scaled"), *where)
             q = read_with(step, q, y, lam, how.normalize)
         if how.normalize == "unit":  # once
@@ -214,8 +215,7 @@ def _run(name, q, k, lam, how, log_decay, initial_state, output_final_state, cu_
 
 def _reference(q, k, lam, how, log_decay, state, cu_seqlens):
     given = plain_gate(q, *lam) if isinstance(lam, tuple) else q.new_ones(q.shape[:-1]) if lam is None else lam
-    if not torch.compiler.is_compiling():
-        check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
+    check_values(given, None if state is None else state.count, cu_seqlens, q.shape[1])
     if state is None:
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = CovarianceState.zeros(n, k.shape[2], k.shape[3], dtype=stats_dtype(k.dtype), device=k.device)
@@ -237,8 +237,7 @@ def _step(q, k, lam, state, how, log_decay, inplace, backend):
             f"inplace: {followed} needs a gradient, which an update in place would destroy. "
             "Use inplace=False, or torch.no_grad() for decoding."
         )
-    if not torch.compiler.is_compiling():
-        check_values(lam, state.count, None, 1, state="state")
+    check_values(lam, state.count, None, 1, state="state")
     if not inplace:
         state = CovarianceState(reference.symmetric(state.second_moment), state.key_sum, state.count)
     with no_autocast(q):

@@ -106,7 +106,9 @@ class CovarianceState:
                 f"other: expected a state of shape {tuple(self.second_moment.shape)} to add, "
                 f"got {tuple(other.second_moment.shape)}"
             )
-        return pytree.tree_map(torch.add, self, other)
+        alike = self.count.ndim == other.count.ndim  # else keys of one are added to weights of the other
+        count = self.count + other.count if alike else self.weight + other.weight
+        return CovarianceState(self.second_moment + other.second_moment, self.key_sum + other.key_sum, count)
 
     @property
     def nbytes(self) -> int:
@@ -123,3 +125,4 @@ CovarianceState.second_moment = property(  # type: ignore[assignment]
     CovarianceState._get_second_moment, CovarianceState._set_second_moment
 )
 pytree.register_dataclass(CovarianceState)
+torch.serialization.add_safe_globals([CovarianceState])  # torch.load reads it by default

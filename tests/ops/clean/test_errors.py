@@ -10,6 +10,7 @@ from helpers import BACKENDS, make_case
 
 from ccq import CovarianceState, clean_query, clean_query_step
 from ccq.ops import BackendUnavailableError, Gate, correction
+from ccq.ops.clean.reference import STEPS
 
 GOOD = make_case(B=2, T=3, Hq=4, Hk=2, K=5, dtype=torch.float32, state=True)
 STATE = GOOD.initial_state
@@ -34,6 +35,19 @@ def test_the_good_input_is_good():
         call(backend=backend)
         call(PACKED, backend=backend)
     call_step()
+
+
+def test_lam_of_a_step_of_ones_own_is_checked(monkeypatch):
+    monkeypatch.setitem(STEPS, "mine", STEPS["scaled"])
+    call(step="mine")
+    for wrong in (lambda **k: call(lam=GOOD.lam + 1, **k), lambda **k: call_step(lam=GOOD.lam[:, 0] + 1, **k)):
+        with pytest.raises(ValueError, match="lam: expected values from 0 to 1"):
+            wrong(step="mine")
+
+
+def test_a_missing_key_beside_a_decay_is_named():
+    with pytest.raises(TypeError, match="k: expected a tensor, got NoneType"):
+        call_step(k=None, log_decay=-GOOD.k[:, 0, :, 0].abs())
 
 
 def zeros(*shape, dtype=torch.float32, device="cpu"):
@@ -164,7 +178,7 @@ def test_bad_cu_seqlens(backend, bad):
 
 @every_backend
 def test_packing_needs_batch_size_one(backend):
-    with pytest.raises(ValueError, match=r"^q: expected batch size 1 with cu_seqlens .* got 2"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected sequences packed in a batch of 1, got a batch of 2"):
         call(initial_state=None, cu_seqlens=torch.tensor([0, 2, 3]), backend=backend)
 
 

@@ -313,6 +313,11 @@ def test_vmap_of_the_reference_works():
     case = make_case(B=2, T=3)
     got = torch.vmap(mapped("reference"))(*(x[:, None] for x in case.args))
     assert_close("q_clean", clean_query(*case.args)[0], got[:, 0], TOLERANCE[torch.float64])
+    decay = -torch.rand_like(case.k[..., 0])
+    each = [clean_query(*(x[i : i + 1] for x in case.args), log_decay=decay[i : i + 1])[0] for i in range(2)]
+    decays = torch.vmap(lambda q, k, lam, d: mapped("reference", log_decay=d)(q, k, lam))
+    got = decays(*(x[:, None] for x in (*case.args, decay)))
+    assert_close("q_clean", torch.cat(each), got[:, 0], TOLERANCE[torch.float64])
 
 
 @every_backend

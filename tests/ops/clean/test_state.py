@@ -88,6 +88,14 @@ def test_add_adds_every_field(state):
     assert_equal(total, CovarianceState(2 * state.second_moment, 2 * state.key_sum, 2 * state.count))
 
 
+def test_add_takes_keys_for_weights_where_the_other_has_decayed():
+    counted, decayed = CovarianceState.zeros(2, 2, 3), CovarianceState.zeros(2, 2, 3, decayed=True)
+    counted.count += torch.tensor([10, 20])
+    decayed.count += torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for total in (counted + decayed, decayed + counted):
+        assert total.count.tolist() == [[11, 12], [23, 24]]
+
+
 def test_add_of_another_shape_is_refused(state):
     with pytest.raises(ValueError, match=r"other: .*\(3, 2, 5, 5\).*got \(3, 2, 4, 4\)"):
         state + CovarianceState.zeros(3, 2, 4)
@@ -123,6 +131,11 @@ def test_covariance_is_symmetric_whatever_second_moment_is(state):
 
 def test_pickle_round_trip(state):
     assert_equal(state, pickle.loads(pickle.dumps(state)))
+
+
+def test_torch_load_reads_it_by_default(state, tmp_path):
+    torch.save({"state": state}, tmp_path / "state.pt")
+    assert_equal(state, torch.load(tmp_path / "state.pt")["state"])
 
 
 def test_is_a_pytree(state):

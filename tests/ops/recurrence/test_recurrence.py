@@ -396,7 +396,10 @@ def test_flops_count_the_matrix_products(monkeypatch):
         ({"beta": torch.zeros(2, 5, 3)}, r"beta: expected shape \(2, 5, 2\), got \(2, 5, 3\)"),
         ({"initial_state": torch.zeros(2, 2, 8, 5)}, "initial_state: expected torch.float32 of shape"),
         ({"initial_state": torch.zeros(2, 2, 8, 6).double()}, "initial_state: expected torch.float32 of shape"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "q: expected batch size 1 with cu_seqlens"),
+        (
+            {"cu_seqlens": torch.tensor([0, 5])},
+            "cu_seqlens: expected sequences packed in a batch of 1, got a batch of 2",
+        ),
         ({"backend": "chunks"}, "Did you mean 'chunk'"),
     ],
 )
