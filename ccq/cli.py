@@ -72,6 +72,7 @@ def imported(arguments: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (without the program's name) asks for, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of a command; a program of one's own says what it wants
     name = choose("ccq", ccq.__doc__, "command", COMMANDS, arguments, IMPORT)
     try:
         rest = imported(arguments[1:])

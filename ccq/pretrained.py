@@ -69,14 +69,35 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
         kind = dtype or "float32"
         return trained.to(device, None if kind == "auto" else getattr(torch, str(kind).removeprefix("torch."))).eval()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "float32", **how)
-        if hasattr(model.config, "ccq_adapter"):  # saved whole, with gates that from_pretrained knows nothing of
+        how = how | {"dtype": dtype or "float32", "output_loading_info": True}
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(where, **how)
+        model, told = loaded
+        if hasattr(load_config(name), "ccq_adapter"):  # saved whole, with gates that from_pretrained knows nothing of
             from ccq.adapter import load_adapter
 
-            load_adapter(model, where)
+            load_adapter(model, located(name))
+        elif any(".cleaner." in key for key in told["unexpected_keys"]):
+            raise ModelError(f"{name} has gates, and no ccq_adapter in its config: save the model that was attached to")
         return model.to(device).eval()
     except Exception as error:  # whatever a foreign checkpoint makes of it
         raise ModelError(_failure("model", name, error)) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without reports of transformers: gates are weights that it does not expect, and one line says the rest."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def load_config(name: str) -> Any:
@@ -146,24 +167,15 @@ def base_of(where: str) -> str:
 
     base = read_adapter(Path(where))["base_model"]
     if base is None:
-        raise ModelError(
-            f"{where} does not name its base model, which was not loaded from a folder or the Hub: load the model and "
-            "give it to ccq.load_adapter(model, folder)"
-        )
+        raise ModelError(f"{where} does not name its base model: load that, and then ccq.load_adapter(model, folder)")
     return base
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
     """What from_pretrained should load for `name`, and with which further arguments."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     path = Path(name).expanduser()
     if not path.exists() and (path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(
-            f"{name} does not exist: expected a from_pretrained folder, a run, a .gguf file, or a name on the Hub"
-        )
+        raise ModelError(f"{name} does not exist: expected a folder, a run, a .gguf file, or a name on the Hub")
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
     if path.exists():

@@ -10,7 +10,6 @@ to be learned from there.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ccq.adapter.layers import PACKED, AttachError, Cleaned, Family, family_of
+from ccq.adapter.layers import PACKED, AttachError, Cleaned, Family, cleaned, family_of
 from ccq.files import check_free, read_json, whole_folder, write_json
 
 __all__ = ["AttachError", "attach", "detach", "load_adapter", "save_adapter"]
@@ -63,7 +62,7 @@ def attach(
     options: dict[str, Any] = {"gate_init": gate_init, "normalize": normalize}
     options |= {"step": step, "steps": steps, "covariance_decay": covariance_decay}
     known = find(model)
-    chosen = sorted(known if layers is None else layers)
+    chosen = sorted({int(layer) for layer in (known if layers is None else layers)})
     if missing := [layer for layer in chosen if layer not in known]:
         raise AttachError(f"layers: expected layers of {sorted(known)}, which can be cleaned, got {missing}")
     if not chosen:
@@ -75,9 +74,7 @@ def attach(
         if device.type == "meta":
             raise AttachError("expected weights on a device, got a model whose weights are offloaded or not loaded yet")
         if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):
-            raise AttachError(
-                f"{type(layer).__name__}: its forward was replaced by {layer.forward!r}: attach before that"
-            )
+            raise AttachError(f"{type(layer).__name__}: its forward was replaced by {layer.forward!r}: attach before")
         how = options | {"normalize": normalize or ("unit" if family.unit else "stats")}
         cleaner = QueryCleaner(CCQConfig(clean=True, **how), getattr(layer, family.heads), getattr(layer, family.size))
         if family.unit:
@@ -88,7 +85,7 @@ def attach(
         become(layer, cleaned(cls))
         layer.cleaner = cleaner
     for module in around(model):
-        module._ccq_told = False
+        module._ccq_told, module._ccq_inner = False, around(module)[1:]
         module._ccq_hook = module.register_forward_pre_hook(pass_packing_on, with_kwargs=True)
     flag(model, {"layers": chosen, **options})
     return model
@@ -128,11 +125,6 @@ def become(layer: Any, cls: type[nn.Module]) -> None:
         add_hook_to_module(layer, hook)
 
 
-@functools.cache
-def cleaned(cls: Any) -> type[nn.Module]:
-    return type(f"Cleaned{cls.__name__}", (Cleaned, cls), {"original": cls, "__module__": cls.__module__})
-
-
 def attached(model: nn.Module) -> dict[int, Any]:
     """The layers that clean, by index."""
     return {module.layer_idx: module for module in model.modules() if isinstance(module, Cleaned)}
@@ -157,7 +149,7 @@ def pass_packing_on(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
         told, kwargs = True, {**kwargs, "seq_idx": seq_idx}
     if module._ccq_told and not told:
         raise AttachError(f"packed sequences: {type(module).__name__} does not receive them from its model")
-    for inner in around(module)[1:]:
+    for inner in module._ccq_inner:
         inner._ccq_told = told
     return args, kwargs
 
@@ -172,9 +164,7 @@ def restarts(positions: Tensor | None) -> Tensor | None:
     if not starts.any():
         return None
     if len(starts) != 1:
-        raise AttachError(
-            f"position_ids: expected a batch of 1 for positions that restart (packed sequences), got {len(starts)}"
-        )
+        raise AttachError(f"position_ids: expected a batch of 1, because positions restart; got {len(starts)}")
     return nn.functional.pad(starts.cumsum(1, dtype=torch.int32), (1, 0))
 
 
@@ -201,7 +191,7 @@ def detach(model: nn.Module) -> nn.Module:
         raise AttachError(f"{type(model).__name__} has no cleaning attached")
     for module in around(model):
         module._ccq_hook.remove()
-        del module._ccq_hook, module._ccq_told
+        del module._ccq_hook, module._ccq_told, module._ccq_inner
     for layer in found.values():
         del layer.cleaner
         become(layer, layer.original)
@@ -210,8 +200,8 @@ def detach(model: nn.Module) -> nn.Module:
 
 
 def gates_of(model: nn.Module) -> dict[str, Tensor]:
-    layers = attached(model)
-    return {f"layers.{i}.{name}": x for i in layers for name, x in layers[i].cleaner.state_dict().items()}
+    found = {i: layer.cleaner for i, layer in attached(model).items()}  # or PEFT's wrapper, which has its attributes
+    return {f"layers.{i}.{name}": getattr(x, name).detach() for i, x in found.items() for name in x.starts}
 
 
 def save_adapter(model: Any, folder: str | Path) -> None:
@@ -225,7 +215,7 @@ def save_adapter(model: Any, folder: str | Path) -> None:
     base = getattr(model.config, "_name_or_path", None) or None
     told = {
         "base_model": str(Path(base).resolve()) if base and Path(base).is_dir() else base,
-        "model_type": model.config.model_type,
+        "model_type": model.config.get_text_config().model_type,
         "ccq_version": ccq.__version__,
         **getattr(model.config, FLAG),
     }
@@ -241,8 +231,9 @@ def load_adapter(model: Any, folder: str | Path) -> nn.Module:
     """Attach to a model what `save_adapter` wrote, or the gates in a folder of its `save_pretrained`."""
     folder = Path(folder)
     told = read_adapter(folder)
-    if told["model_type"] != model.config.model_type:
-        raise AttachError(f"{folder}: expected a model of {told['model_type']}, got {model.config.model_type}")
+    kinds = [config.model_type for config in (model.config, model.config.get_text_config())]
+    if told["model_type"] not in kinds:
+        raise AttachError(f"{folder}: expected a model of {told['model_type']}, got {kinds[0]}")
     tensors = read_gates(folder)
     attach(model, **{name: told[name] for name in inspect.signature(attach).parameters if name in told})
     expected = gates_of(model)
@@ -263,7 +254,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", AttachError, f"an adapter ({CONFIG}), or a model with gates")
     if FLAG not in config:
         raise AttachError(f"{folder}: expected an adapter ({CONFIG}), or a model that was saved with gates")
-    return {"model_type": config["model_type"], **config[FLAG]}
+    return {"model_type": config.get("text_config", config)["model_type"], **config[FLAG]}
 
 
 def read_gates(folder: Path) -> dict[str, Tensor]:

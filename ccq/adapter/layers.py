@@ -173,6 +173,9 @@ class Cleaned(nn.Module):
     layer_idx: int
     original: type[nn.Module]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:  # its class is made here, and found by no name
+        return revived, (self.original,), self.__dict__
+
     @torch.compiler.disable  # it makes a function at each call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward, family = own_forward(self.original), family_of(self.original)
@@ -226,6 +229,15 @@ class Cleaned(nn.Module):
         return torch.cat(outputs, dim=1)
 
 
+@functools.cache
+def cleaned(cls: Any) -> type[nn.Module]:
+    return type(f"Cleaned{cls.__name__}", (Cleaned, cls), {"original": cls, "__module__": cls.__module__})
+
+
+def revived(cls: Any) -> nn.Module:
+    return object.__new__(cleaned(cls))
+
+
 def borders_of(packing: dict[str, Any], length: int) -> list[int]:
     """Where packed sequences begin and end, by any of the names that it is said under; [0, length]: one sequence."""
     for name in ("cu_seq_lens_q", "cu_seqlens"):
@@ -248,9 +260,7 @@ def read_covariance(cache: Any, layer: int) -> CovarianceState | None:
         at, filled = getattr(held, AT, None), held.has_previous_state[0]
     if at is None:
         if filled:
-            raise ValueError(
-                "past_key_values: expected a cache that the model filled with cleaning attached, got others'"
-            )
+            raise ValueError("past_key_values: expected a cache that was filled with cleaning attached, got others'")
         return None
     if of_fla(cache):
         return at

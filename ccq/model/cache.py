@@ -38,14 +38,8 @@ class CCQCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # none
-
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return bool(self.states)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.seen + query_length, 0
 
     def __len__(self) -> int:
         return len(self.states)

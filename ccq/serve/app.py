@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -56,7 +57,7 @@ def _message(x: Any) -> bool:
     content = x.get("content")
     if isinstance(content, list):
         return all(isinstance(p, dict) and p.get("type") == "text" and _text(p.get("text")) for p in content)
-    return _text(content) or (content is None and "tool_calls" in x)
+    return _text(content) or (content is None and bool(x.get("tool_calls")))
 
 
 # of a request: whether a value will do, and what was expected
@@ -79,6 +80,12 @@ NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "logprobs": False, "presence_pen
            "suffix": "", "logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "auto"}  # fmt: skip
 
 
+def neutral(field: str, value: Any) -> bool:
+    """Whether a field that is not supported asks for nothing; 0 is not False: logprobs 0 asks for some."""
+    usual = NEUTRAL.get(field, ...)
+    return value == usual and isinstance(value, bool) == isinstance(usual, bool)
+
+
 def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]:
     """The fields of a request that transformers is asked; Refused where one cannot be honoured."""
     if not isinstance(body, dict):
@@ -88,7 +95,7 @@ def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]
     asked, other = ("messages", "prompt") if chat else ("prompt", "messages")
     kept = {}
     for field, value in body.items():
-        if value is None or field in IGNORED or (field in NEUTRAL and value == NEUTRAL[field]):
+        if value is None or field in IGNORED or neutral(field, value):
             continue
         if field not in FIELDS or field == other:
             raise Refused(400, f"{field}: not supported by this server, got {value!r:.100}", field)
@@ -102,6 +109,8 @@ def checked(body: Any, chat: bool, name: str, templated: bool) -> dict[str, Any]
         raise Refused(404, f"model: this server has {name!r}, got {kept['model']!r}", "model", "model_not_found")
     if chat and not templated:
         raise Refused(400, "messages: the model's tokenizer has no chat template; ask /v1/completions", "messages")
+    if chat:  # clients send back what they got, with fields that have no value
+        kept["messages"] = [{k: x for k, x in said.items() if x or k == "content"} for said in kept["messages"]]
     return kept
 
 
@@ -161,7 +170,7 @@ class OneModel:
         config._seed, config._stops = seed, [] if stop is None else listed(stop)
         if temperature is not None or seed is not None or "top_p" in body:
             config.do_sample, config.top_k = temperature != 0, 0
-            config.temperature = temperature or 1.0
+            config.temperature = float(temperature or 1)
         if not config.do_sample:
             config.temperature, config.top_p, config.top_k = 1.0, 1.0, 50
         return config
@@ -181,9 +190,8 @@ def build(
     tokenizer, model = load_tokenizer(name), load_model(name, device, dtype)
     longest = most_tokens(model) or context or getattr(model.config, "max_position_embeddings", None) or 4096
     batches = Batches(batch, min(longest, context or longest), waiting)
-    handlers = {
-        x: kind(name, model, tokenizer, batches) for x, kind in (("completions", Text), ("chat/completions", Chat))
-    }
+    routes: dict[str, Any] = {"completions": Text, "chat/completions": Chat}
+    handlers = {route: kind(name, model, tokenizer, batches) for route, kind in routes.items()}
     templated, since = bool(getattr(tokenizer, "chat_template", None)), int(time.time())
 
     def check(request: Request) -> None:
@@ -230,7 +238,11 @@ def build(
     async def failed(_: Request, error: Exception) -> JSONResponse:
         return refusal(400 if isinstance(error, wrong) else 500, f"{type(error).__name__}: {error}")
 
-    kinds: dict[Any, Any] = {Refused: refused, AnyHTTPException: named, **dict.fromkeys((*wrong, Exception), failed)}
+    async def left(_: Request, error: Any) -> Response:
+        return Response(status_code=499)
+
+    kinds: dict[Any, Any] = {Refused: refused, AnyHTTPException: named, ClientDisconnect: left}
+    kinds |= dict.fromkeys((*wrong, Exception), failed)
     for kind, handler in kinds.items():
         app.add_exception_handler(kind, handler)
     return app

@@ -8,7 +8,6 @@ the last row has ended or its client has gone. A request with a seed is alone, s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import json
 import threading
@@ -42,8 +41,13 @@ class Row(DirectStreamer):
         if self.over or self.gone:
             return
         self.ids.append(token)
-        with contextlib.suppress(_GenerationCancelled):  # the client went just now
+        try:
             self.put(torch.tensor([token]))
+        except _GenerationCancelled:  # the client went just now
+            return
+        except Exception as error:  # of a parser, which met a malformed call of a tool: of this row alone
+            self._parser = None
+            self.finish(f"{type(error).__name__}: {error}")
         if token in ends or len(self.ids) >= self.config.max_new_tokens:
             self.finish()
 
@@ -135,8 +139,10 @@ class Batches(GenerateManager):
         except asyncio.CancelledError:
             row.cancel()
             raise
-        text = processor.decode(row.ids, skip_special_tokens=True)
-        return cut(text, gen_config._stops), len(row.prompt), row.ids
+        text, whole, ids = processor.decode(row.ids, skip_special_tokens=True), processor.decode(row.ids), row.ids
+        if (kept := cut(whole, gen_config._stops)) != whole:  # where a template parses answers, it reads the tokens
+            ids = processor.encode(kept, add_special_tokens=False)
+        return cut(text, gen_config._stops), len(row.prompt), ids
 
     def taken(self) -> list[Row]:
         """The rows of the next batch; what came with an earlier one leaves none to the call that was meant for it."""

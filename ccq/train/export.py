@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils import logging
 
 from ccq.files import ADAPTER_FILES, MODEL_FILES, check_free, whole_folder, write_json
 from ccq.model import CCQForCausalLM
+from ccq.pretrained import quiet
 from ccq.train import RunError, folder
 from ccq.train import config as configs
 from ccq.train.checkpoint import load, reason, steps_in
@@ -50,11 +50,10 @@ def as_exported(run: Path, step: int | None = None) -> tuple[Any, Any, int]:
         model.config.recall = configs.recall(config)
     tokenizer = tokenizer_of(run)
     if tokenizer is not None:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(model.config, name) is None:
-                setattr(model.config, name, getattr(tokenizer, name))
-            if model.generation_config is not None:
-                setattr(model.generation_config, name, getattr(model.config, name))
+        for told in filter(None, (model.config, model.generation_config)):  # what they have stays
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if getattr(told, name) is None:
+                    setattr(told, name, getattr(tokenizer, name))
     return model.eval(), tokenizer, step
 
 
@@ -67,13 +66,12 @@ def export(run: Path, out: Path, step: int | None = None, dtype: str | None = No
     ours = run_of(out) == mark
     check_free(out, force, ours, older="one with an older export of this run")
     model, tokenizer, step = as_exported(run, step)
-    logging.disable_progress_bar()  # one line says it all
     if dtype is not None:
         model = model.to(DTYPES[dtype])
     model.config.dtype = next(p.dtype for p in model.parameters())
     try:
         adapters = () if ours else ADAPTER_FILES  # of this run's model they still are
-        with whole_folder(out, last="config.json", instead_of=(*MODEL_FILES, *adapters)) as partial:
+        with quiet(), whole_folder(out, last="config.json", instead_of=(*MODEL_FILES, *adapters)) as partial:
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             model.save_pretrained(partial)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import pickle
+import shutil
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from tiny_models import closed, in_plain_torch, make, module_of, opened, tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
+from transformers.utils import logging as reports
 
 import ccq
 from ccq.adapter import AttachError, attached, layers
@@ -93,6 +98,24 @@ def test_a_forward_that_someone_else_replaced_is_refused(model):
     with pytest.raises(AttachError, match="was replaced"):
         ccq.attach(model)
     assert not attached(model)
+
+
+def test_layers_may_be_named_twice_and_by_numbers_of_numpy(model, tmp_path):
+    ccq.attach(model, layers=np.array([2, 0, 0]))
+    assert sorted(attached(model)) == model.config.ccq_adapter["layers"] == [0, 2]
+    model.save_pretrained(tmp_path)
+    ccq.detach(model)
+
+
+def test_a_pickled_model_cleans_and_can_be_detached(model, tmp_path, monkeypatch):
+    in_plain_torch(model, monkeypatch)
+    ref = logits(opened(ccq.attach(model)))
+    torch.save(model, tmp_path / "model.pt")
+    for again in (pickle.loads(pickle.dumps(model)), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(logits(again), ref)
+        ccq.detach(again)
+        assert not torch.equal(logits(again), ref)
+    assert torch.equal(logits(model), ref)
 
 
 def test_twice_is_refused(model):
@@ -268,7 +291,9 @@ def saved(tmp_path_factory):
 def test_load_knows_an_adapter_and_a_model_that_was_saved_with_gates(saved, monkeypatch):
     folder, model = saved
     in_plain_torch(model, monkeypatch)  # one of its layers is left as it is
+    level, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
     loaded, tokenizer = ccq.load(str(folder / "adapter"))
+    assert (reports.get_verbosity(), reports.is_progress_bar_enabled()) == (level, bars)  # silent while it loads
     assert tokenizer("a b").input_ids
     assert torch.equal(logits(loaded), logits(model.eval()))
     assert sorted(attached(loaded)) == [0, 2]
@@ -277,6 +302,64 @@ def test_load_knows_an_adapter_and_a_model_that_was_saved_with_gates(saved, monk
     assert half.dtype == torch.bfloat16
     assert torch.equal(attached(half)[0].cleaner.gate_weight, attached(model)[0].cleaner.gate_weight)
     assert ccq.pretrained.load_config(str(folder / "adapter")).model_type == "qwen3_next"
+
+
+def test_gates_that_peft_trained_are_an_adapter_too(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = ccq.attach(make("qwen3_5"))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["cleaner"]))
+    with torch.no_grad():
+        for name, x in wrapped.named_parameters():
+            if "modules_to_save" in name:
+                x.normal_()
+    ccq.save_adapter(wrapped, tmp_path)
+    loaded, trained = ccq.load_adapter(make("qwen3_5"), tmp_path), attached(wrapped)
+    for index, layer in attached(loaded).items():
+        assert torch.equal(layer.cleaner.gate_weight, trained[index].cleaner.gate_weight)
+        assert layer.cleaner.gate_weight.any()
+
+
+def test_the_text_of_a_model_that_sees_is_loaded_with_its_gates(tmp_path):
+    """Saved with its eyes it is another kind of model, in whose config the text's is a part."""
+    delta = make("qwen3_5").config
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": []}  # fmt: skip
+    config = transformers.Qwen3_5Config(text_config=delta.to_dict(), vision_config=eyes)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base").eval()
+    opened(ccq.attach(model))
+    model.save_pretrained(tmp_path / "whole")
+    ccq.save_adapter(model, tmp_path / "adapter")
+    for name in ("whole", "adapter"):
+        loaded = ccq.pretrained.load_model(str(tmp_path / name))
+        assert loaded.config.model_type == "qwen3_5_text"
+        assert torch.equal(logits(loaded), logits(model))
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base").eval()
+    assert torch.equal(logits(ccq.load_adapter(again, tmp_path / "adapter")), logits(model))
+
+
+def test_gates_that_no_config_tells_of_are_not_dropped(tmp_path):
+    model = make("qwen3_next")
+    ccq.attach(model.model)  # not the model that is saved
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ccq.shipped.ModelError, match="has gates, and no ccq_adapter in its config"):
+        ccq.pretrained.load_model(str(tmp_path))
+
+
+def test_a_model_with_gates_on_the_hub(saved, tmp_path, monkeypatch):
+    """A name, whose files lie in the cache of the Hub."""
+    folder, model = saved
+    cache = tmp_path / "models--me--it"
+    shutil.copytree(folder / "whole", cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    for place in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(place, str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    loaded = ccq.pretrained.load_model("me/it")
+    in_plain_torch(model, monkeypatch)
+    assert torch.equal(logits(loaded), logits(model.eval()))
 
 
 def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path):

@@ -274,6 +274,10 @@ def test_cleaning_a_checkpoint_of_ours(source, tmp_path):
     assert CCQConfig.from_pretrained(tmp_path / "clean").gate_init == 0.1
     with pytest.raises(ValueError, match="clean: the model already has cleaning"):
         convert(tmp_path / "clean", tmp_path / "x", clean=True)
+    for clean, options in ((True, {"stepp": "projected"}), (True, {"hidden_size": 64}), (False, {"step": "projected"})):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected an option of cleaning, with clean=True"):
+            convert(tmp_path / "plain", tmp_path / "x", clean=clean, **options)
+    assert not (tmp_path / "x").exists()
     with pytest.raises(ValueError, match="clean: expected False, got True"):
         convert(tmp_path / "clean", tmp_path / "x")
     assert not (tmp_path / "x").exists()

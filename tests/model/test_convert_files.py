@@ -232,7 +232,7 @@ def test_command_that_fails(source, tmp_path, capsys):
     assert main([str(folder), str(tmp_path / "x")]) == 1
     assert "clamp_min: expected None, got 0.1 (our log-decays have no lower bound)" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "none" / "here"), str(tmp_path / "x")]) == 1
-    assert "here does not exist: expected a from_pretrained folder" in capsys.readouterr().err
+    assert "here does not exist: expected a folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(folder), str(tmp_path / "x"), "--gate-init", "0.1"])
     assert "--gate-init: expected --clean beside it" in capsys.readouterr().err

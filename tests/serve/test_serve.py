@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import gc
 import http.client
@@ -17,6 +18,7 @@ import time
 import pytest
 import torch
 from tiny_tokenizer import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
+from transformers import GenerationConfig
 
 from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.model.cache import CCQCache
@@ -26,6 +28,8 @@ pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+utils = pytest.importorskip("transformers.cli.serving.utils", reason="transformers' server is not installed")
+_GenerationCancelled, _StreamError = utils._GenerationCancelled, utils._StreamError
 
 pytestmark = pytest.mark.xdist_group("serve")  # one worker, so that one server is started
 CONTEXT = 600
@@ -109,6 +113,11 @@ def test_chat_with_a_template_by_openais_client(served, folder, expected):
     assert "".join(part.choices[0].delta.content or "" for part in parts) == text.rstrip("\ufffd")
     assert parts[-1].choices[0].finish_reason == "length"
     assert parts[-1].usage.completion_tokens == 10
+    said = answer.choices[0].message.model_dump()
+    assert said["tool_calls"] is None  # as a client sends it back
+    ask["messages"] = [*messages, said, *messages]
+    answer = client.chat.completions.create(**ask)
+    assert answer.choices[0].message.content == expected(f"user: hello\nassistant: {text}\nuser: hello\na: ", 10)
     with pytest.raises(openai.BadRequestError, match="temperature: expected a number from 0 to 2"):
         client.chat.completions.create(**ask | {"temperature": 9})
     with pytest.raises(openai.NotFoundError, match="model: this server has"):
@@ -133,6 +142,7 @@ def test_seeds_temperatures_and_stop_words(served, expected):
 
     assert say(seed=1, temperature=1.5) == say(seed=1, temperature=1.5) != say(seed=2, temperature=1.5)
     whole = expected("abc", 20)
+    say(seed=1, temperature=2)  # a whole number, which transformers' sampling refuses
     assert say(temperature=0, max_completion_tokens=None) == say(temperature=0, seed=3) == whole
     stop = whole[5:7]
     assert say(stop=stop) == say(stop=["never there", stop]) == whole[: whole.index(stop)]
@@ -172,11 +182,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, {"prompt": "a", "seed": -1}, 400, "seed: expected a whole number that is not negative"),
         (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: not supported by this server"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix: not supported by this server"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 0}, 400, "logprobs: not supported by this server"),
         (COMPLETIONS, {"prompt": "a", "novelty": 1}, 400, "novelty: not supported by this server"),
         (COMPLETIONS, {"prompt": "a", "model": "gpt"}, 404, "model: this server has"),
         (COMPLETIONS, b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413, "expected a request of at most"),
         (CHAT, {"messages": []}, 400, "messages: expected messages with role and text"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages: expected"),
+        (CHAT, {"messages": [{"role": "user", "content": None, "tool_calls": []}]}, 400, "messages: expected"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, 400, "messages: expected"),
         (CHAT, {"messages": [{"role": "user", "tool_calls": [{"function": {}}]}]}, 400, "KeyError: 'arguments'"),
         (CHAT, {"prompt": "a"}, 400, "prompt: not supported by this server"),
@@ -253,11 +265,79 @@ async def conversation(app, body, headers=(), chunks=None):
 
     if chunks == 0:
         asyncio.get_running_loop().call_later(0.3, left.set)
-    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(),
+    await app(scope_of(headers), receive, send)
+    return sent
+
+
+def scope_of(headers=()):
+    return {"type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(),
              "query_string": b"", "headers": [(b"host", b"localhost:8000"), *headers], "http_version": "1.1",
              "scheme": "http", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 9), "root_path": ""}  # fmt: skip
-    await app(scope, receive, send)
-    return sent
+
+
+def test_a_client_that_goes_away_while_it_sends_is_no_error(folder):
+    from ccq.serve.app import build
+
+    async def half_a_request():
+        given = [{"type": "http.disconnect"}, {"type": "http.request", "body": b'{"prompt"', "more_body": True}]
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        async def receive():
+            return given.pop()
+
+        await build(str(folder), "cpu", "float32")(scope_of(), receive, send)
+        return sent
+
+    assert asyncio.run(half_a_request())[0]["status"] == 499
+
+
+def test_a_parser_that_fails_ends_its_own_row(folder):
+    """transformers' parser of answers raises at a malformed call of a tool. The other rows of the batch go on."""
+    from ccq.serve.batches import Row, Rows
+
+    class Parser:
+        initial_events = ()
+
+        def feed(self, text):
+            raise ValueError("could not parse")
+
+    async def rows():
+        config = GenerationConfig(max_new_tokens=3)
+        config._stops, said = [], (70, 71, 72)
+        tokenizer, prompt = byte_tokenizer(), torch.tensor([5])
+        made = [Row(tokenizer, parser, prompt, config) for parser in (Parser(), None)]
+        streamer = Rows(made, set())
+        streamer.put(torch.stack([prompt, prompt]))
+        with contextlib.suppress(_GenerationCancelled):  # when all are over
+            for token in said:
+                streamer.put(torch.tensor([token, token]))
+        await asyncio.sleep(0)
+        return [[row.queue.get_nowait() for _ in range(row.queue.qsize())] for row in made], tokenizer.decode(said)
+
+    (bad, good), text = asyncio.run(rows())
+    assert [type(item) for item in bad] == [_StreamError, type(None)]
+    assert "ValueError: could not parse" in bad[0].msg
+    assert ("".join(good[:-1]), good[-1]) == (text, None)
+
+
+def test_what_a_template_parses_ends_at_a_stop_word_too(folder, expected):
+    """Where a tokenizer has a template of answers, transformers reads their tokens, not their text."""
+    from ccq.serve.batches import Batches
+
+    model, tokenizer = CCQForCausalLM.from_pretrained(folder).eval(), byte_tokenizer()
+    whole = expected("abc", 20)
+    config = GenerationConfig(max_new_tokens=20, do_sample=False)
+    config._stops, config._seed = [whole[5:7]], None
+
+    async def answer():
+        inputs = tokenizer("abc", return_tensors="pt")
+        return await Batches(1, 100, 10).generate_non_streaming(model, tokenizer, inputs, config, "1")
+
+    text, _, ids = asyncio.run(answer())
+    assert tokenizer.decode(ids) == text == whole[: whole.index(whole[5:7])]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,6 +1,7 @@
 """`ccq train --init` trains a model of transformers, with cleaning attached or without, as any of ours."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from train_helpers import assert_bit_equal, contents, log_of, write_shards
 import ccq
 from ccq import cli
 from ccq.train import RunError
+from ccq.train import export as exporting
 from ccq.train.config import read
 from ccq.train.world import World
 
@@ -22,6 +24,7 @@ def folder(tmp_path_factory):
     """A base, the same with gates saved whole, an adapter for it, and text in which tokens follow from those before."""
     out = tmp_path_factory.mktemp("attached")
     model = make("qwen3_5", vocab_size=VOCABULARY)
+    model.generation_config.eos_token_id = [7, 2]  # as instruct models have it: turns end by several
     model.save_pretrained(out / "base")
     model = type(model).from_pretrained(out / "base")
     ccq.attach(model, gate_init=0.3, step="projected", covariance_decay="backbone")
@@ -50,7 +53,9 @@ def last(run):
     return contents(max((run / "checkpoints").glob("step-*[0-9]")))
 
 
-def test_trained_exported_and_loaded_with_its_gates(folder, tmp_path, capsys):
+def test_trained_exported_and_loaded_with_its_gates(folder, tmp_path, capsys, monkeypatch):
+    tokenizer = SimpleNamespace(bos_token_id=5, eos_token_id=6, pad_token_id=4, save_pretrained=lambda out: None)
+    monkeypatch.setattr(exporting, "tokenizer_of", lambda run: tokenizer)
     assert cli.main(command(folder, tmp_path / "run")) == 0
     assert "Qwen3_5ForCausalLM + CCQ" in capsys.readouterr().out
     rows = [row for row in log_of(tmp_path / "run") if "loss" in row]
@@ -61,6 +66,7 @@ def test_trained_exported_and_loaded_with_its_gates(folder, tmp_path, capsys):
         ccq.pretrained.load_model(str(tmp_path / "run")),
         ccq.pretrained.load_model(str(tmp_path / "out")),
     )
+    assert exported.generation_config.eos_token_id == trained.generation_config.eos_token_id == [7, 2]
     before = load(folder / "whole")
     ids = tokens(2, 20)
     with torch.no_grad():

@@ -197,6 +197,8 @@ def convert(
     source, target = Path(source).expanduser(), Path(target).expanduser()
     if not 0 < gate_init < 1:
         raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
+    if wrong := [name for name in options if not clean or name not in (known for known, *_ in CLEANING)]:
+        raise ValueError(f"{wrong[0]}: expected an option of cleaning, with clean=True")
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: there is no such folder")
     if is_run(str(source)):
@@ -209,9 +211,7 @@ def convert(
     types = (*FAMILIES, CCQConfig.model_type)
     if kind not in types:
         near = nearest(kind, types) if isinstance(kind, str) else ""
-        raise ValueError(
-            f"{source / 'config.json'}: model_type: expected one of {', '.join(types)}, got {kind!r}.{near}"
-        )
+        raise ValueError(f"{source}/config.json: model_type: expected one of {', '.join(types)}, got {kind!r}.{near}")
     ours = kind == CCQConfig.model_type
     to = "fla" if ours and not clean else "ccq"
 
