@@ -83,9 +83,8 @@ def check_free(folder: Path, force: bool | None, ours: bool = False, older: str 
     (`older` says what that would be), or the user says `force` (None: cannot). The folder of a run never is free."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: expected a folder to write, or none")
-    inside = (
-        sorted(path.name for path in folder.iterdir() if path.name not in ("lock", ".lock")) if folder.exists() else []
-    )
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    inside = sorted(there - {"lock", ".lock", ".partial"})
     if "config.json" in inside and {"checkpoints", "data.json", "log.jsonl"} & set(inside):
         raise FileExistsError(f"{folder} is a run of `ccq train`, which is not overwritten: choose another folder")
     if inside and not ours and not force:
@@ -104,9 +103,7 @@ def replaceable(path: Path, **like: Any) -> Path:
         except ValueError:
             found = None
         if not isinstance(found, dict) or any(found.get(name) != value for name, value in like.items()):
-            raise FileExistsError(
-                f"{path} holds something else and is not overwritten: choose another --out, or remove it"
-            )
+            raise FileExistsError(f"{path} holds something else, which stays: choose another --out, or remove it")
     return path
 
 
@@ -118,7 +115,7 @@ def whole_folder(folder: Path, last: str, instead_of: Sequence[str] = ()) -> Ite
     removed; others stay. The file `last` is gone before the first of them changes and comes back after all others.
     """
     folder = folder.resolve()  # renaming takes one file system, and `.` has no name
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder / ".partial" if folder.is_dir() else folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

@@ -1,7 +1,9 @@
 """What reads and writes files: whole or nothing, packed or not, and damage with a name."""
 
 import contextlib
+import errno
 import json
+import os
 
 import pytest
 from helpers import pack
@@ -28,6 +30,27 @@ def test_what_was_being_written_has_not_its_name(tmp_path):
     assert json.loads(path.read_text()) == {"a": 1}
 
 
+def test_a_folder_that_is_there_may_be_a_disk_of_its_own(tmp_path, monkeypatch):
+    """As a volume of docker is: nothing can be renamed into it from beside it."""
+    disk, replace = tmp_path / "disk", os.replace
+    disk.mkdir()
+
+    def renamed(source, target):
+        if disk not in source.parents:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    for content in ("1", "2"):
+        with files.whole_folder(disk, "b") as partial:
+            for name in ("a", "b"):
+                (partial / name).write_text(content)
+    assert {path.name: path.read_text() for path in disk.iterdir()} == {"a": "2", "b": "2"}
+    (disk / "a").unlink()
+    (disk / "b").rename(disk / ".partial")  # left by a kill
+    files.check_free(disk, None)
+
+
 @pytest.mark.parametrize(
     ("content", "free"),
     [(None, True), ('{"a": 1, "b": 2}', True), ('{"a": 2}', False), ("{}", False), ("[1]", False), ("poem", False)],
@@ -39,7 +62,7 @@ def test_only_an_older_result_of_the_same_is_replaced(tmp_path, content, free):
     if free:
         assert files.replaceable(path, a=1) == path
     else:
-        with pytest.raises(FileExistsError, match=r"x.json holds something else and is not overwritten"):
+        with pytest.raises(FileExistsError, match=r"x.json holds something else, which stays"):
             files.replaceable(path, a=1)
 
 

@@ -64,10 +64,7 @@ class Projection:
         queries = query_heads(self.parent)
         keys = (heads.shape[1] - queries) // 2
         if keys < 1 or queries % keys or 2 * keys + queries != heads.shape[1]:
-            raise AnalysisError(
-                f"{self.name}: expected q, k and v of {queries} query heads of size {self.size}, got {heads.shape[1]} "
-                "heads in all"
-            )
+            raise AnalysisError(f"{self.name}: expected q, k and v of {queries} heads, got {heads.shape[1]} heads")
         if self.layout == "parts":
             return heads[:, queries : queries + keys]
         return heads.unflatten(1, (keys, -1))[:, :, -2]
@@ -224,9 +221,6 @@ def run(model: Any, ids: Any) -> None:
     """One prompt through the body of a model: no logits of the vocabulary, no cache."""
     limit = most_tokens(model)
     if limit is not None and len(ids) > limit:  # on a GPU it would fail for good
-        raise AnalysisError(
-            f"a prompt has {len(ids)} tokens, and {type(model).__name__} has learned positions for {limit}: it cannot "
-            "take more. Give fewer --sentences of filler"
-        )
+        raise AnalysisError(f"a prompt has {len(ids)} tokens, the model takes {limit}: give fewer --sentences")
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
     getattr(model, "base_model", model)(tokens, use_cache=False)

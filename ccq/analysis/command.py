@@ -41,7 +41,7 @@ def begin(kind: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], Any
     except NoTokenizerError as error:
         raise AnalysisError(f"{error}: give one with --tokenizer") from error
     model = load_model(arguments.model, arguments.device, dtype)
-    name = arguments.name or Path(arguments.model).name.removesuffix(".gguf")
+    name = arguments.name or Path(arguments.model).absolute().name.removesuffix(".gguf")
     return {"kind": kind, **describe(model, name)}, model, tokenizer
 
 

@@ -24,6 +24,7 @@ from ccq.analysis.capture import Read, run, watch
 from ccq.analysis.command import begin, finish, make_parser, path_of
 from ccq.analysis.intervene import cleaners
 from ccq.analysis.prompts import Prompt, filler, make_prompts, tokenize, with_bos
+from ccq.files import read_text
 
 PLACES = ("text", "filler", "needle", "question", "retrieval")
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text", type=Path, help="a file of ordinary text; by default our filler")
     arguments = parser.parse_args(argv)
     prompts = make_prompts(arguments.variants, arguments.sentences)
-    text = " ".join(filler()) if arguments.text is None else arguments.text.read_text()
+    text = " ".join(filler()) if arguments.text is None else read_text(arguments.text, "replace")
     result, model, tokenizer = begin("gate", arguments)
     path_of(result, arguments.out)
     result |= measure(model, tokenizer, prompts, text, arguments.bos)

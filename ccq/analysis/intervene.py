@@ -8,11 +8,11 @@ scale X    lam = X lam, at most 1: more or less of the same choice
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,8 @@ def intervene(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[
 
 def main(argv: Sequence[str]) -> int:
     from ccq.analysis.command import describe, write
-    from ccq.evaluate import load, make_parser, parse, run
+    from ccq.evaluate import load, make_parser, name_of, parse, run
+    from ccq.evaluate.results import read_result
     from ccq.files import replaceable
 
     parser = make_parser()
@@ -113,11 +114,11 @@ def main(argv: Sequence[str]) -> int:
     count = len(cleaners(model))
     if arguments.each_layer:
         asked += [replace(change, layers=(layer,)) for change in asked for layer in range(count)]
-    name = Path(arguments.model).name
+    name = name_of(arguments)
     told = {"kind": "intervene", **describe(model, name), "cleaning_layers": count}
     path = replaceable(arguments.out / "intervene.json", identity=told["identity"])
     before = json.loads(path.read_text())["rows"] if path.exists() and not arguments.again else []
-    rows, failed = {row["intervention"]: row for row in before}, False  # calls before asked the same of each suite
+    rows, failed = {row["intervention"]: row for row in before}, False
     for change in [Intervention(), *asked]:  # the first changes nothing, on the code path of the others
         # a folder of its own: the weights are the same, and so would be the names of its files
         options = options.but(out=arguments.out / change.name)
@@ -128,6 +129,10 @@ def main(argv: Sequence[str]) -> int:
         for suite, result in found.items():
             row["suites"][suite] = {x: score["value"] for x, score in result["scores"].items()}
         if change == Intervention():  # a change has nothing to be compared with where the model as it is has failed
+            for other, suite in itertools.product(rows.values(), found):
+                theirs = read_result(arguments.out / other["intervention"], suite)
+                if theirs is None or theirs["samples"]["hash"] != found[suite]["samples"]["hash"]:
+                    other["suites"].pop(suite, None)  # an earlier call asked other samples
             suites = [suite for suite in suites if suite.name in found]
             if not suites:
                 return 1

@@ -87,10 +87,7 @@ def measure(
         for tokens in each(prompts, tokenizer, bos):
             run(model, tokens.ids)
     if not found:
-        raise AnalysisError(
-            f"{type(model).__name__}: its queries and keys could not be captured (its attention does not "
-            "go through transformers' AttentionInterface)"
-        )
+        raise AnalysisError(f"{type(model).__name__}: its attention does not go through AttentionInterface")
     layers = sorted(found)
     table: dict[str, list] = {
         name: [np.mean([row[name] for row in found[layer]], 0).round(6).tolist() for layer in layers]

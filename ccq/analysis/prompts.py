@@ -124,9 +124,7 @@ def tokenize(prompt: Prompt, tokenizer: Any, bos: bool = False) -> Tokens:
     """Tokens of a prompt, and which of them belong where."""
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         what = "none" if tokenizer is None else type(tokenizer).__name__
-        raise AnalysisError(
-            f"tokenizer: expected a fast tokenizer, which gives the positions of its tokens; got {what}"
-        )
+        raise AnalysisError(f"tokenizer: expected a fast tokenizer, which gives positions of its tokens; got {what}")
     encoded = tokenizer(prompt.text, return_offsets_mapping=True)
     tokens = np.array(with_bos(list(encoded["input_ids"]), tokenizer, bos), dtype=np.int64)
     offsets = [(0, 0)] * (len(tokens) - len(encoded["input_ids"])) + list(encoded["offset_mapping"])

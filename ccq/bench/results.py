@@ -36,9 +36,8 @@ def make_parser(kind: str, about: str | None, **options) -> argparse.ArgumentPar
     parser.add_argument("--out", type=out, help=f"file to write (default: {OWN}/{kind.replace('-', '_')}_GPU.json)")
     for name, option in options.items():
         default, told = option if isinstance(option, tuple) else (option, "default: %(default)s")
-        kind_of: dict = (
-            {"action": "store_true"} if default is False else {"type": str if default is None else type(default)}
-        )
+        typed = {"type": str if default is None else type(default)}
+        kind_of: dict = {"action": "store_true"} if default is False else typed
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=told, **kind_of)
     return parser
 

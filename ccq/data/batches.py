@@ -37,9 +37,7 @@ def part(size: int, rank: int, world: int) -> slice:
     if not 0 <= rank < world:
         raise ValueError(f"rank must lie in [0, world={world}), got {rank}")
     if size % world:
-        raise ValueError(
-            f"batch_size={size} must be a multiple of the number of parts (ranks times accumulation), {world}"
-        )
+        raise ValueError(f"batch_size={size} must be a multiple of the parts (ranks times accumulation), {world}")
     return slice(rank * size // world, (rank + 1) * size // world)
 
 

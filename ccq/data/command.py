@@ -32,9 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     prepare.add_argument("--shard-tokens", type=size, default=2**26, help="tokens per shard (default: %(default)s)")
     prepare.add_argument("--skip", type=int, default=0, metavar="N", help="skip the first N documents")
     prepare.add_argument("--max-tokens", type=size, help="stop after the document that reaches this (10M, 15G)")
-    prepare.add_argument(
-        "--needles", type=float, metavar="SHARE", help="share of needle documents to add, such as 0.05"
-    )
+    prepare.add_argument("--needles", type=float, metavar="SHARE", help="share of needle documents, such as 0.05")
     prepare.add_argument("--needle-forms", nargs="+", metavar="FORM", help="ruler, note, register (default: all)")
     prepare.add_argument("--needle-seed", type=int, default=0)
     prepare.add_argument(
@@ -52,9 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to read").add_argument
-    add(
-        "paths", nargs="*", type=Path, metavar="PATH", help="files (text, JSONL, also .gz and .zst; Parquet) or folders"
-    )
+    add("paths", nargs="*", type=Path, metavar="PATH", help="files (text, JSONL, also .gz, .zst; Parquet) or folders")
     add("--dataset", help="a dataset on the Hub, streamed, such as HuggingFaceFW/fineweb-edu")
     add("--subset", help="its configuration, such as sample-10BT")
     add("--split", default="train", help="default: %(default)s")
@@ -137,9 +133,8 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def summary(index: dict) -> str:
-    text = (
-        f"{index['tokens']:,} tokens, {plural(index['documents'], 'document')}, {plural(len(index['shards']), 'shard')}"
-    )
+    shards = plural(len(index["shards"]), "shard")
+    text = f"{index['tokens']:,} tokens, {plural(index['documents'], 'document')}, {shards}"
     if index["needle_documents"]:
         share = index["needle_tokens"] / index["tokens"]
         text += f"; {index['needle_documents']:,} needle documents, {share:.2%} of the tokens"

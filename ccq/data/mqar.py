@@ -55,8 +55,7 @@ def make_samples(
     """Inputs and labels [len(index), length] of the samples with these indices; see the top of the file."""
     if length % 2 or 4 * pairs + 2 * updates > length or pairs < 1:
         raise ValueError(
-            "length must be even and at least 4 * pairs + 2 * updates, pairs at least 1; got "
-            f"length={length}, pairs={pairs}, updates={updates}"
+            f"length must be even and 4 * pairs + 2 * updates or more, got {length=}, {pairs=}, {updates=}"
         )
     if not 0 <= updates <= pairs:
         raise ValueError(f"updates must lie between 0 and pairs={pairs}, got {updates}")

@@ -53,6 +53,8 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
                                ("skip", what.skip, 0), ("workers", workers, 0)):  # fmt: skip
         if value is not None and value < least:
             raise DataError(f"{name} must be at least {least}, got {value}")
+    if inside := [path for path in what.inputs.paths if Path(path).resolve() in (out / INDEX).resolve().parents]:
+        raise DataError(f"{out} lies in {inside[0]}, and would be read with it: choose another folder")
     tokenizer = load_tokenizer(what.tokenizer)
     vocab_size = vocabulary(tokenizer)
     dtype = token_dtype(vocab_size)
@@ -63,7 +65,7 @@ def prepare(what: Preparation, out: str | Path, workers: int | None = None, prog
         "complete": False,
         "tokenizer": {
             "hash": tokenizer_hash(tokenizer),
-            "name": Path(what.tokenizer).name,
+            "name": Path(what.tokenizer).absolute().name,
             "vocab_size": vocab_size,
             "eos_id": tokenizer.eos_token_id,
         },
@@ -105,10 +107,8 @@ def check_same(found: dict[str, Any], index: dict[str, Any], out: Path) -> None:
             if isinstance(before, list) and isinstance(now, list):  # they may be long: what one has and the other not
                 fewer = [x for x in before if x not in now], [x for x in now if x not in before]
                 before, now = fewer if any(fewer) else (before, now)  # else in another order
-            raise DataError(
-                f"{out} was started with other settings, {name}: {shortened(before)}, now {shortened(now)}. "
-                "Choose another folder, or empty this one."
-            )
+            told = f"{name}: {shortened(before)}, now {shortened(now)}"
+            raise DataError(f"{out} was started with other settings, {told}. Choose another folder, or empty this one.")
     for entry in found["shards"]:
         check_shard(out, found, entry, checksum=True)
 

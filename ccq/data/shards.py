@@ -125,9 +125,7 @@ def check_shard(folder: Path, index: dict[str, Any], entry: dict[str, Any], chec
     if isinstance(said, dict) and said.get("format") == FORMAT:  # by what it says, it is foreign rather than damaged
         for field, expected in (("tokenizer", index["tokenizer"]["hash"]), ("dtype", index["dtype"])):
             if (its := said.get(field)) != expected:
-                raise ShardError(
-                    f"shard {path} does not belong to the index: its {field} is {its}, expected {expected}"
-                )
+                raise ShardError(f"shard {path} is not of this index: its {field} is {its}, expected {expected}")
     if size != entry["bytes"]:
         raise ShardError(f"shard {path} is damaged: {size} bytes, the index says {entry['bytes']}")
     dtype = np.dtype(index["dtype"]).newbyteorder("<")

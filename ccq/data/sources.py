@@ -150,7 +150,7 @@ class Inputs:
                 where = f"{file.path}, line {record + 1}"
                 try:
                     row = json.loads(line)
-                except ValueError as error:  # no JSON, or no UTF-8
+                except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
                     raise DataError(f"{where}: no JSON: {error}") from None
                 yield from self._of_row(row, file.name, Position(number, record + 1), behind + raw.tell(), where)
 

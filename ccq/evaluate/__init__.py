@@ -61,9 +61,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         print(f"Wrote {requests}")
         return None
     if tokenizer is not None and asked.settings["tokenizer_hash"] != tokenizer_hash(tokenizer):
-        raise EvaluationError(
-            f"{requests} was made with another tokenizer than that of {name}: run --stage requests again"
-        )
+        raise EvaluationError(f"{requests} was made with another tokenizer than {name} has: run --stage requests again")
     found = results.read_result(options.out, suite)
     done = None if options.again else found
     if stage == "metrics":
@@ -81,6 +79,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         done
         and done["samples"]["hash"] == asked.hash()
         and done["limit"] == asked.settings["limit"]
+        and (options.out / f"{suite}.jsonl").exists()
         and all(done["model"][what] == identity["model"][what] for what in ("hash", "lam"))
     ):
         print(f"{suite}: already finished, {result_path}; --again evaluates it again")
@@ -138,10 +137,8 @@ def check_replaced(done: dict | None, asked: RequestSet, responses: Responses, o
     if done and (left or not responses.answers):  # without answers nobody knows what it asked
         differ = [x for x, old in done["settings"].items() if x != "max_length" and asked.settings.get(x) != old]
         differ = differ or ["another model"]
-        raise EvaluationError(
-            f"{out / (asked.suite + '.json')} is a finished result with other settings ({', '.join(differ)}): "
-            "choose another --out, or --again to replace it"
-        )
+        told = f"{out / (asked.suite + '.json')} is a finished result with other settings ({', '.join(differ)})"
+        raise EvaluationError(f"{told}: choose another --out, or --again to replace it")
 
 
 def work(request) -> float:
@@ -232,12 +229,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder for the results; the same command resumes")
     add("--data", type=Path, help="folder with the evaluation data (default: download from the Hub)")
     add("--limit", type=positive, help="at most LIMIT samples per task; the result is marked as a quick look")
-    add("--tasks", type=lambda text: tuple(text.split(",")), help="only these tasks or corpora, separated by commas")
+    each = lambda text: tuple(dict.fromkeys(text.split(",")))  # noqa: E731
+    add("--tasks", type=each, help="only these tasks or corpora, separated by commas")
     add("--stage", choices=STAGES, default="all", help="run one stage only (default: all three)")
     add("--batch-size", type=positive, help="sequences per batch (default: as many as a budget of tokens allows)")
     add("--device", default=best_device(), help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
     add("--tokenizer", help="a folder or name, if MODEL has no tokenizer")
+    add("--name", help="what results call the model (default: the name of its folder)")
     add("--again", action="store_true", help="evaluate again what is finished")
     for option in readers():  # shown with their suites, below
         how: dict[str, Any] = {"type": option.type} if option.type else {"choices": option.choices}
@@ -294,6 +293,11 @@ def load(arguments: argparse.Namespace, asked: Sequence[Suite]) -> tuple[Any, An
     return model, tokenizer
 
 
+def name_of(arguments: argparse.Namespace) -> str:
+    path = Path(arguments.model)
+    return arguments.name or (path.absolute().name if path.exists() else arguments.model)
+
+
 def run(asked: Sequence[Suite], model: Any, tokenizer: Any, options: Options, name: str, config: Any = None) -> dict:
     """{suite: its result, or None after a stage without}; one that fails says why, and the others still run."""
     found = {}
@@ -311,5 +315,4 @@ def main(argv: Sequence[str]) -> int:
     arguments, asked, options = parse(make_parser(), argv)
     model, tokenizer = load(arguments, asked)
     config = load_config(arguments.model) if model is None and any(suite.as_trained for suite in asked) else None
-    name = Path(arguments.model).name if Path(arguments.model).exists() else arguments.model
-    return int(len(run(asked, model, tokenizer, options, name, config)) < len(asked))
+    return int(len(run(asked, model, tokenizer, options, name_of(arguments), config)) < len(asked))

@@ -112,6 +112,8 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
     """{suite: {group: {"values": a run each, "differences": each from the first}}}, and what does not match."""
     read_runs = [read(run) for run in runs]
     shared = [suite for suite in suites or read_runs[0] if all(suite in run for run in read_runs)]
+    if lacking := [suite for suite in suites or () if suite not in shared]:
+        raise EvaluationError(f"--suite: not all of the folders have {', '.join(lacking)}")
     if not shared:
         raise EvaluationError(f"no suite is in all of {', '.join(str(run) for run in runs)}")
     table: dict[str, dict] = {}
@@ -124,6 +126,8 @@ def compare(runs: Sequence[Path], suites: Sequence[str] | None = None) -> dict:
             notes.append(f"{suite}: the runs differ in samples: scores are over all of a run, differences over {which}")
             for run in read_runs if tokenizers > 1 else ():  # prompts are hashed as tokens: settings tell instead
                 told = {name: run[suite][0].get("settings", {}).get(name) for name in HOW}
+                if suite == "length":  # a perplexity per token: those of other tokens are not comparable
+                    told["tokenizer"] = run[suite][0].get("tokenizer")
                 for row in itertools.chain(*run[suite][1].values()):
                     row["prompt_hash"] = str(told)
         if any(result["quick_look"] for result in results):

@@ -21,9 +21,7 @@ from ccq.files import read_toml
 TASKS = read_toml(Path(__file__).with_suffix(".toml"))
 AVERAGE = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
 MAX_LENGTHS = (4096, 8192)
-BOOLQ_NOTE = (
-    'boolq: these passages lack the "Title -- " that the SuperGLUE copy, which published scores use, puts first'
-)
+BOOLQ_NOTE = 'boolq: passages lack the "Title -- " that the SuperGLUE copy, which published scores use, puts first'
 
 Tokens = tuple[list[int], int]  # tokens, how many of them are context
 
@@ -172,10 +170,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
     names, max_lengths = asked.settings["tasks"], asked.settings["max_lengths"]
     for option, given, made in (("tasks", options.tasks, names), ("max-length", options.max_lengths, max_lengths)):
         if given is not None and sorted(given) != sorted(made):
-            raise EvaluationError(
-                f"--{option}: expected {', '.join(map(str, made))}, which the request file was made with, got "
-                f"{', '.join(map(str, given))}. Make it again with --stage requests"
-            )
+            raise EvaluationError(f"--{option}: requests were made with {', '.join(map(str, made))}: make them again")
     options = options.but(limit=asked.settings["limit"])
     questions = [(request.context, *asked.of(request).tolist()) for request in asked.requests]
     known = {question: (-sum(x["nll"]), x["greedy"]) for question, x in zip(questions, answers, strict=True)}

@@ -39,7 +39,7 @@ def documents(corpus: str, data: Path | None) -> list[str]:
     if corpus == "book":
         return book()["stories"]
     if data is not None:
-        return list(dict.fromkeys(row["text"] for row in sources.read(data, CORPORA[corpus], ["text"])))
+        return list(dict.fromkeys(row["text"] or "" for row in sources.read(data, CORPORA[corpus], ["text"])))
     if corpus in NOT_ON_HUB:
         raise EvaluationError(f"{corpus} is not on the Hub in this form: give it with --data DIR")
     with sources.from_hub(f"the corpus {corpus}", ships="book"):

@@ -158,7 +158,8 @@ def build(options, tokenizer) -> RequestSet:
                 tokens = truncated(prompt, tokenizer, limit - new[task])
                 # samsum: the original ends it at a newline, once there is one token
                 how = {"stop": tuple(eos + newline), "min_new": 1} if task == "samsum" else {"stop": tuple(eos)}
-                meta = {"answers": row["answers"], "classes": row["all_classes"], "task": task, "max_length": limit}
+                answers = row["answers"] or []
+                meta = {"answers": answers, "classes": row["all_classes"], "task": task, "max_length": limit}
                 builder.add(f"{task}/{limit}/{number}", "generate", tokens, max_new=new[task], meta=meta, **how)
     settings = {"tasks": tasks, "max_lengths": list(limits), "rows": counts, "new_tokens": new}
     fewest = min(counts.values())

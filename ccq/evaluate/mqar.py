@@ -46,6 +46,8 @@ def recall_slices(text: str) -> tuple[tuple[int, ...], ...]:
         slices = ()
     if not slices or any(len(part) != 3 or min(part) < 1 for part in slices):
         raise argparse.ArgumentTypeError(f"expected LENGTHxPAIRSxSAMPLES separated by commas, got {text!r}")
+    if len({part[:2] for part in slices}) < len(slices):
+        raise argparse.ArgumentTypeError(f"expected each LENGTHxPAIRS once, got {text!r}")
     return slices
 
 
@@ -100,9 +102,7 @@ def metrics(asked: RequestSet, answers: list[dict], options, tokenizer) -> tuple
 
 UPDATES = Option("updates", "number of overwritten keys (default: the model's own, else 0)", int)
 NOISE = Option("noise", "share of noise pairs (default: the model's own, else 0.2)", float)
-SLICES = Option(
-    "slices", "other samples than the model's own: 32x4x256 is tokens x pairs (mad: motif) x samples", recall_slices
-)
+SLICES = Option("slices", "samples to ask: 32x4x256 is tokens x pairs (mad: motif) x samples", recall_slices)
 SIZE = Option("recall_vocab_size", "vocabulary of the samples (default: the model's own, else as published)", positive)
 
 SUITE = Suite(

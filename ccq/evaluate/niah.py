@@ -121,7 +121,7 @@ haystack_of = functools.cache(Haystack)  # one for all evaluations of a process:
 
 def essays(data: Path | None) -> str:
     if data is not None:
-        return sources.read(data, "PaulGrahamEssays", ["text"])[0]["text"]
+        return " ".join(row["text"] for row in sources.read(data, "PaulGrahamEssays", ["text"]))
     with sources.from_hub("Paul Graham's essays (baber/paul_graham_essays)", ships="niah_book"):
         import datasets
 
@@ -146,10 +146,7 @@ def splitter(data: Path | None) -> tuple[Callable[[str], list[str]], dict[str, s
         punkt = PunktTokenizer()
     except LookupError:
         where = f"{data / 'nltk_data'} lacks it" if data is not None else "it is not installed"
-        raise EvaluationError(
-            f"nltk's punkt_tab: {where}. Expected the English tables of the Punkt sentence splitter "
-            "(python -m nltk.downloader punkt_tab)"
-        ) from None
+        raise EvaluationError(f"nltk's punkt_tab: {where}: get it by python -m nltk.downloader punkt_tab") from None
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{folder} is damaged ({error}): expected the four tables of nltk's punkt_tab") from error
     finally:
@@ -233,10 +230,7 @@ class Sizer:
             sizes = range(self.start, 0, -self.step)
             size = next((size for size in sizes if self._question(size, needle) <= self.room), -1)
         if size < 0:
-            raise EvaluationError(
-                f"--lengths: {self.length} is too short for {self.task} with --sizing {self.sizing}: no sample fits "
-                f"(--sizing full takes shorter ones)"
-            )
+            raise EvaluationError(f"--lengths: {self.length} is too short for {self.task} by RULER: take --sizing full")
         return needle, size
 
     def _question(self, size: int, needle: Needle, more: str = "") -> int:

@@ -108,10 +108,11 @@ def read_result(out: Path, suite: str) -> dict | None:
     """OUT/SUITE.json where it is whole; it is written when it is finished."""
     path = out / f"{suite}.json"
     try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("suite") != suite:
+    parts = {"suite", "samples", "settings", "limit", "model"}
+    if not isinstance(found, dict) or not parts <= found.keys() or found["suite"] != suite:
         raise EvaluationError(f"{path} is not a result of `ccq eval`: choose another --out")
     return found
 
@@ -132,7 +133,8 @@ class Responses:
             rows = [json.loads(line) for line in whole.decode().splitlines()] or [{"identity": identity}]
             theirs = rows[0]["identity"]
             told = {name: theirs["model"][name] for name in ("hash", "dtype", "lam") if identity}
-        except (json.JSONDecodeError, KeyError) as error:
+            self.answers: dict[str, dict] = {row["key"]: row for row in rows[1:]}
+        except (ValueError, LookupError, TypeError) as error:
             raise EvaluationError(f"{path} is damaged ({error}): run with --again to start it over") from error
         for name, expected in told.items():
             if identity["model"][name] != expected:
@@ -141,7 +143,6 @@ class Responses:
                     f"now it is {identity['model'][name]}. Take another --out, or --again to start over"
                 )
         self.identity = theirs | identity
-        self.answers: dict[str, dict] = {row["key"]: row for row in rows[1:]}
         if len(whole) < len(content):
             os.truncate(path, len(whole))
         if not whole:

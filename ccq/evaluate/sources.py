@@ -25,10 +25,7 @@ def read(folder: Path, name: str, fields: Sequence[str]) -> list[dict]:
     """The rows of the file `name`, which must be there."""
     path = find(folder, name)
     if path is None:
-        raise EvaluationError(
-            f"{folder / name}.jsonl.zst is missing: expected JSON lines (.jsonl or .jsonl.zst) with the fields "
-            f"{', '.join(fields)}"
-        )
+        raise EvaluationError(f"{folder / name}.jsonl.zst is missing: expected JSON lines with {', '.join(fields)}")
     return rows(path, fields)
 
 
@@ -51,7 +48,7 @@ def rows(path: Path, fields: Sequence[str]) -> list[dict]:
         raise
     except Exception as error:  # zstandard.ZstdError, UnicodeDecodeError, json.JSONDecodeError
         raise EvaluationError(f"{path} is damaged after line {max(0, number - 1)} ({error}): {wanted}") from error
-    if number == 0:
+    if not found:
         raise EvaluationError(f"{path} is empty: {wanted}")
     return found
 

@@ -121,9 +121,7 @@ def lengths_option(default: str) -> Option:
 
 
 def max_lengths_option(default: str) -> Option:
-    return Option(
-        "max_lengths", f"length limits of a request in tokens (default: {default})", whole_numbers, flag="--max-length"
-    )
+    return Option("max_lengths", f"most tokens of a request (default: {default})", whole_numbers, flag="--max-length")
 
 
 SEED = Option("seed", "seed of the samples (default: 42)", int, default=42)

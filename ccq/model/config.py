@@ -193,9 +193,7 @@ class CCQConfig(ModelOptions, PretrainedConfig):
             _divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
             size = self.hidden_size // self.num_heads
             if size % 2:
-                raise ValueError(
-                    f"num_heads: expected heads of even size, because RoPE rotates pairs; got heads of {size}"
-                )
+                raise ValueError(f"num_heads: expected heads of even size, as RoPE rotates pairs; got heads of {size}")
             if self.num_kv_heads is not None:
                 _divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         if self.rotary and (self.mixer != "retnet" or self.key_size % 2 or self.feature_map == "hedgehog"):
@@ -236,10 +234,8 @@ class CCQConfig(ModelOptions, PretrainedConfig):
             if system != name and system in SYSTEMS:
                 return cls(**{**_options(system, size), **changes})
         known = presets()
-        raise ValueError(
-            f"preset: there is no {name!r}.{nearest(name, known)} Presets are <system>-<size>: "
-            f"{', '.join(SYSTEMS)}; {', '.join(SIZES)}."
-        )
+        there = f"{', '.join(SYSTEMS)}; {', '.join(SIZES)}"
+        raise ValueError(f"preset: there is no {name!r}.{nearest(name, known)} Presets are <system>-<size>: {there}.")
 
 
 _KINDS: dict[str, tuple[Any, str]] = {

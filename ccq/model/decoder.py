@@ -288,9 +288,7 @@ class CCQModel(CCQPreTrainedModel):
         if given.ndim != axes.count(",") + 1:
             raise ValueError(f"{name}: expected shape {axes}, got {tuple(given.shape)}")
         if 0 in given.shape:
-            raise ValueError(
-                f"{name}: expected at least one token, got shape {tuple(given.shape)}: the prompt is empty"
-            )
+            raise ValueError(f"{name}: expected at least 1 token, got shape {tuple(given.shape)}: the prompt is empty")
         if ids is None:
             return given
         if ids.dtype not in (torch.int32, torch.int64):
@@ -299,10 +297,8 @@ class CCQModel(CCQPreTrainedModel):
             wrong = ((ids < 0) | (ids >= self.config.vocab_size)).nonzero()
             if len(wrong):
                 row, column = wrong[0].tolist()
-                raise ValueError(
-                    f"input_ids: expected tokens from 0 to {self.config.vocab_size - 1}, the vocabulary; "
-                    f"got {ids[row, column].item()} at [{row}, {column}]"
-                )
+                got = f"got {ids[row, column].item()} at [{row}, {column}]"
+                raise ValueError(f"input_ids: expected tokens from 0 to {self.config.vocab_size - 1}; {got}")
         return self.embed_tokens(ids)
 
     def cache_for(self, cache: CCQCache | None, use_cache: bool | None) -> CCQCache | None:

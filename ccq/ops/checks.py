@@ -189,9 +189,7 @@ def check_recurrence(
     if half and state is not None and state.dtype == torch.bfloat16:
         high = torch.bfloat16
     if state is not None and (tuple(state.shape) != expected or state.dtype != high):
-        raise ValueError(
-            f"{name}: expected {high} of shape {expected}, got {state.dtype} of shape {tuple(state.shape)}"
-        )
+        raise ValueError(f"{name}: expected {high} of shape {expected}, got {state.dtype} of {tuple(state.shape)}")
 
 
 def has_tangent(x: Tensor) -> bool:

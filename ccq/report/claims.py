@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ccq.bench.tables import CLEANED, MEASURES
 from ccq.evaluate.compare import difference, samples_of
 from ccq.evaluate.requests import EvaluationError
 from ccq.evaluate.statistics import chance, error_of_mean, holm
+from ccq.files import read_toml
 from ccq.names import grouped, plural
 from ccq.report.collect import Collection, Source
 from ccq.report.paper import HERE, Paper
@@ -72,7 +72,7 @@ class Verdict:
 
 @functools.cache
 def read() -> dict[str, list]:
-    return tomllib.loads((HERE / "claims.toml").read_text())
+    return read_toml(HERE / "claims.toml")
 
 
 def load() -> list[dict]:
@@ -505,7 +505,7 @@ def over_samples_of(source: Source, score: str) -> Interval | None:
     for which in ("none", "off"):
         path = source.path.parent / which / "niah.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text("utf-8"))
             content["scores"][score]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None

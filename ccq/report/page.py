@@ -67,7 +67,7 @@ def environment() -> jinja2.Environment:
     made.filters |= {"inline": html_words, "line": markdown_words, "sample": sample, "svg": svg,
                      "contents": re.compile(r'<h2 id="([\w-]+)">(.*?)</h2>').findall}  # fmt: skip
     made.globals |= {"signs": SIGNS, "made_by": f"{MADE_BY}, ccq {ccq.__version__}",
-                     "style": Path(__file__).with_name("style.css").read_text()}  # fmt: skip
+                     "style": Path(__file__).with_name("style.css").read_text("utf-8")}  # fmt: skip
     return made
 
 

@@ -98,7 +98,7 @@ class Paper:
 
 @functools.cache
 def load(path: Path = HERE / "paper.toml") -> Paper:
-    content = tomllib.loads(path.read_text(), parse_float=str)
+    content = tomllib.loads(path.read_text("utf-8"), parse_float=str)
     tables = {}
     for name, table in content["tables"].items():
         rows = {(scale, system): tuple(Cell(part.rstrip("*"), part.endswith("*")) for part in text.split())

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,7 @@ VALID = "valid:perplexity"  # of a run on its validation data
 RECALL = "recall:average"  # of a run of a sweep: mean over the test slices
 
 Interval = tuple[float, float]
-
-
-def mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
+mean = fmean
 
 
 def seed_interval(values: Sequence[float]) -> Interval | None:
@@ -161,7 +158,7 @@ def of_sweeps(found: Collection) -> Iterator[Record]:
             identity = Identity(**run["identity"])
             width, steps, task = run["model"]["hidden_size"], run["steps"], TASKS.get(run.get("size", ""), "")
             row = row_of(identity, f"{task and f'{task}, '}width {width}, {steps:,} steps")
-            order = (task, width, steps, row.order, identity.seed, identity.repeat)
+            order = (task, width, steps, row.order, identity.seed or 0, identity.repeat)
             source = replace(file, content=run | {"tier": file.content["tier"]}, identity=identity)
             # a run that is there already is in a file that was made again
             made.setdefault((row, run["lr"], identity.seed, identity.repeat), (order, row, source))

@@ -192,9 +192,7 @@ class Checkpoints:
         if self.world.main:
             for path in self.root.glob(f"*{PARTIAL}"):
                 shutil.rmtree(path, ignore_errors=True)
-        return RunError(
-            f"the checkpoint of step {self.step} could not be written to {self.root}: {reason(error)}. {self.left()}"
-        )
+        return RunError(f"{self.root}: step {self.step} could not be written: {reason(error)}. {self.left()}")
 
     def left(self) -> str:
         """What a run that stops now can go on from; what is being written may still become that."""

@@ -23,9 +23,6 @@ the data come in the same order and the weights differ by rounding."""
 def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("train", (__doc__ or "").splitlines()[0], RESUME)
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/RECIPE)")
-    parser.add_argument(
-        "--init", metavar="MODEL", help="start from the weights and options of a model: a folder, a run, or a name"
-    )
     options, config = parse(parser, argv)
     from ccq.train.loop import train
 
@@ -53,7 +50,10 @@ def recipe_parser(command: str, description: str, more: str = "") -> argparse.Ar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(run_dir=None)
     parser.add_argument("recipe", metavar="RECIPE", help="one of the recipes below")
+    told = "start from the weights and options of a model: a folder, a run, or a name"
+    parser.add_argument("--init", metavar="MODEL", help=told)
     return parser
 
 
@@ -76,12 +76,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
         if field.startswith("--system."):
             parser.error(f"{field}: this option is now --runtime.{field.removeprefix('--system.')}")
     default = RECIPES[name]()
-    if getattr(options, "init", None):
+    if options.init:
         from ccq.train.init import begun_from
 
         default = begun_from(options.init, default, run_dir(options))
     config = tyro.cli(Config, default=default, args=fields, prog=f"{parser.prog} {options.recipe}")
-    if getattr(options, "init", None) and RECIPES[name]().model.clean and not (config.model.clean or config.foreign):
+    if options.init and RECIPES[name]().model.clean and not (config.model.clean or config.foreign):
         told = f"{options.recipe} has cleaning and the model to begin with has none: it trains without"
         print(f"{parser.prog}: warning: {told}. --model.clean adds it", file=sys.stderr)
     return options, config

@@ -124,10 +124,10 @@ class Config:
             if not self.data.slices:
                 raise RunError("data.slices: expected one kind of sample at least, got none")
             if self.data.path or self.data.valid_path:
-                raise RunError(
-                    "data.path: this recipe makes recall samples and reads no text; to train it on text, add "
-                    "--data.source tokens and the --model.vocab-size of its tokenizer"
-                )
+                raise RunError("data.path: this recipe reads no text: add --data.source tokens and --model.vocab-size")
+        for name, source in (("noise", "mad"), ("updates", "mqar"), ("reset", "tokens")):
+            if getattr(self.data, name) and self.data.source != source:
+                raise RunError(f"data.{name}: this is for --data.source {source}, here it is {self.data.source}")
         if self.foreign and self.init is None:
             raise RunError("foreign: expected a model in --init, which sets this, got none")
         if not -(2**63) <= self.seed < 2**63:
@@ -138,7 +138,7 @@ class Config:
             "steps": 1, "data.length": 1, "data.batch": 1, "optimizer.lr": 0, "optimizer.warmup": 0,
             "optimizer.weight_decay": 0, "runtime.micro_batch": 1, "runtime.checkpoint_every": 1, "runtime.keep": 1,
             "runtime.log_every": 1, "runtime.validate_every": 1, "runtime.validate_windows": 1, "runtime.patience": 1,
-            "runtime.sample_every": 0,
+            "runtime.sample_every": 0, "runtime.timeout": 1,
         }  # fmt: skip
         for name, least in least_of.items():
             value = operator.attrgetter(name)(self)
@@ -150,6 +150,8 @@ class Config:
             for kind in slices:
                 if len(kind) != 3 or min(kind) < 1:
                     raise RunError(f"{name}: expected length, pairs and samples, each from 1, got {list(kind)}")
+        if self.data.recall_vocab_size is not None and self.data.recall_vocab_size < 1:
+            raise RunError(f"data.recall_vocab_size: expected at least 1, got {self.data.recall_vocab_size}")
         if not self.optimizer.eps > 0:
             raise RunError(f"optimizer.eps: expected more than 0, got {self.optimizer.eps}")
         if self.optimizer.clip is not None and not self.optimizer.clip > 0:
@@ -187,12 +189,13 @@ def other_data(config: Config) -> list[str]:
     if config.identity.recipe not in RECIPES:
         return []
     data, usual = config.data, RECIPES[config.identity.recipe]().data
-    words = {
-        "source": f"trained on {data.source}", "length": f"windows of {data.length}",
-        "reset": f"state {'reset at' if data.reset else 'kept over'} documents",
-        "slices": "other recall samples", "recall_vocab_size": "other recall samples",
-        "updates": f"{data.updates} keys overwritten", "noise": f"noise {data.noise:g}",
-    }  # fmt: skip
+    words = {"source": f"trained on {data.source}"}
+    if data.source == "tokens":
+        words |= {"length": f"windows of {data.length}"}
+        words |= {"reset": f"state {'reset at' if data.reset else 'kept over'} documents"}
+    else:
+        words |= dict.fromkeys(("slices", "recall_vocab_size"), "other recall samples")
+        words |= {"updates": f"{data.updates} keys overwritten", "noise": f"noise {data.noise:g}"}
     return [said for name, said in words.items() if getattr(data, name) != getattr(usual, name)]
 
 

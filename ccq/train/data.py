@@ -34,13 +34,8 @@ def valid_source(config: Config, checksums: bool = True) -> Source | None:
     if data.valid_path is None:
         return None
     shards = TokenShards(data.valid_path, checksums=checksums)
-    if data.path is not None:
-        expected = read_index(Path(data.path))["tokenizer"]["hash"]
-        if shards.tokenizer_hash != expected:
-            raise RunError(
-                f"data.valid_path: expected tokens of the tokenizer of {data.path}, {expected[:12]}, got those of "
-                f"another in {data.valid_path}, {shards.tokenizer_hash[:12]}"
-            )
+    if data.path is not None and shards.tokenizer_hash != read_index(Path(data.path))["tokenizer"]["hash"]:
+        raise RunError(f"data.valid_path: {data.valid_path} is of another tokenizer than {data.path}")
     return windows_of(shards, config, "data.valid_path")
 
 
@@ -48,9 +43,7 @@ def recall_vocabulary(config: Config) -> int:
     """The tokens that recall samples are made of."""
     vocabulary = config.data.recall_vocab_size or config.model.vocab_size
     if vocabulary > config.model.vocab_size:
-        raise RunError(
-            f"data.recall_vocab_size: expected at most model.vocab_size = {config.model.vocab_size}, got {vocabulary}"
-        )
+        raise RunError(f"data.recall_vocab_size: expected up to {config.model.vocab_size}, got {vocabulary}")
     return vocabulary
 
 
@@ -87,8 +80,5 @@ def accumulation(config: Config, ranks: int) -> int:
         raise RunError(f"data.batch: {batch} sequences cannot be shared by {ranks} ranks: expected a multiple of them")
     share = batch // ranks
     if share > micro and share % micro:
-        raise RunError(
-            f"runtime.micro_batch: expected a divisor of the {share} sequences of a rank (data.batch={batch}, {ranks} "
-            f"ranks), got {micro}"
-        )
+        raise RunError(f"runtime.micro_batch: expected a divisor of the {share} sequences of a rank, got {micro}")
     return max(1, share // micro)

@@ -48,7 +48,7 @@ class Log:
             return
         path = self.run / folder.LOG
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+            kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= step]
             write_atomically(path, "".join(line + "\n" for line in kept).encode())
         self.file = open(path, "a")  # noqa: SIM115 -- closed by close
         if self.config.runtime.tensorboard:

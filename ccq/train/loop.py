@@ -63,10 +63,9 @@ def train(config: Config, run: Path) -> int:
         except (DataError, OSError) as error:  # a missing shard, a full disk
             raise RunError(f"{error}. {checkpoints.left()}") from error
         except torch.cuda.OutOfMemoryError as error:
-            raise RunError(
-                f"out of GPU memory: take a smaller runtime.micro_batch (it is {config.runtime.micro_batch}) or "
-                f"runtime.activation_checkpointing. {checkpoints.left()}"
-            ) from error
+            cure = f"take a smaller runtime.micro_batch (it is {config.runtime.micro_batch}) or"
+            cure = f"{cure} runtime.activation_checkpointing. {checkpoints.left()}"
+            raise RunError(f"out of GPU memory: {cure}") from error
         except RuntimeError as error:
             lost = isinstance(error, dist.DistError) or re.search("gloo|connection|nccl|timed out", str(error).lower())
             if isinstance(error, RunError) or world.size == 1 or not lost:
@@ -189,9 +188,7 @@ class Run:
         else:
             if self.first:  # a sign of life: the first line of the log may be minutes away
                 left = duration(self.seconds * (config.steps - number))
-                self.log.say(
-                    f"step {number}: loss {done.loss:.4f} after {self.seconds:.1f} s; at this pace {left} left"
-                )
+                self.log.say(f"step {number}: loss {done.loss:.4f} in {self.seconds:.1f} s; {left} left at this pace")
             self.log.advance(number)
         self.first = False
         if self.valid is not None and (last or number % runtime.validate_every == 0):

@@ -69,13 +69,12 @@ def finished(specs: Sequence[Spec], options: argparse.Namespace) -> dict[str, di
     """By name, what the runs found of which a file is there; RunError where one was tested on another number of
     samples: one file must not mix them."""
     paths = {spec.name: options.out / "runs" / f"{spec.name}.json" for spec in specs}
-    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    expected = "what a run of `ccq sweep` found: remove it, and the run is made again"
+    found = {name: read_json(path, RunError, expected) for name, path in paths.items() if path.exists()}
     for name, run in found.items():
         for before in {part["samples"] for part in run["test"]["slices"]} - {options.test_samples}:
-            raise RunError(
-                f"--test-samples: {paths[name]} was tested on {before} of each slice, asked for "
-                f"{options.test_samples}. Give --test-samples {before}, or take another --out"
-            )
+            told = f"{paths[name]} was tested on {before} of each slice, asked for {options.test_samples}"
+            raise RunError(f"--test-samples: {told}. Give --test-samples {before}, or take another --out")
     return found
 
 
@@ -245,9 +244,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--decays", type=float, nargs="+", help="weight decays (default: the recipe's, MAD's two)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds (default: 0 for rows, 1 2 3 for seeds)")
     parser.add_argument("--steps", type=int, help="training steps (2000 for rows, 10000 for seeds; mad: 20000)")
-    parser.add_argument(
-        "--workers", type=int, default=4, help="number of processes (default: %(default)s; 0: this process)"
-    )
+    parser.add_argument("--workers", type=int, default=4, help="processes (default: %(default)s; 0: this process)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes and keep finished runs")
     parser.add_argument("--test-samples", type=int, default=1000, help="samples per test slice (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
@@ -267,10 +264,12 @@ def sweep(options: argparse.Namespace) -> int:
     options.size = options.size or task.sizes[0]
     if options.size not in task.sizes:
         raise RunError(f"--size: expected one of {', '.join(task.sizes)}, got {options.size!r}")
-    options.rows = tuple(re.split(r"[,\s]+", options.rows)) if options.rows else task.rows[tier]
+    options.rows = tuple(dict.fromkeys(re.split(r"[,\s]+", options.rows))) if options.rows else task.rows[tier]
     for row in options.rows:
         if row not in KNOWN:
             raise RunError(f"--rows: there is no {row!r}.{nearest(row, KNOWN)} Rows are {', '.join(KNOWN)}.")
+    if tier == "seeds" and (options.rates or options.decays):
+        raise RunError("--rates, --decays: `--tier seeds` takes what `--tier rows` chose")
     options.steps = task.steps[tier] if options.steps is None else options.steps
     options.seeds = tuple(dict.fromkeys(options.seeds or SEEDS[tier]))
     options.rates = tuple(dict.fromkeys(options.rates or task.rates))
@@ -288,7 +287,7 @@ def sweep(options: argparse.Namespace) -> int:
         groups = groups_of(options, chosen)
         for group in groups:
             try:
-                config = group[0].config()  # refuse now what no run can have
+                config, *_ = (spec.config() for spec in group)  # refuse now what no run can have
             except (AttributeError, TypeError) as error:
                 raise RunError(f"--set: {error}") from None
             if not config.data.valid_slices:

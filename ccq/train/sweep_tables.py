@@ -31,9 +31,8 @@ def tables(results: Results) -> list[Table]:
         ("recall", "mqar", "(MQAR) by slice of `ccq eval`"),
         ("mad", "mad", "(MAD) of `ccq eval`, by tokens and longest key"),
     ):
-        settings = sorted(
-            results.settings(suite), key=lambda n: (n == "average", [int(p) for p in n.split("-") if p.isdigit()])
-        )
+        order = lambda n: (n == "average", [int(p) for p in n.split("-") if p.isdigit()])  # noqa: E731
+        settings = sorted(results.settings(suite), key=order)
         columns = [Column(n, f"{suite}:{n}", "higher") for n in settings if (suite, n) != ("recall", "average")]
         if columns:
             told = "{} tokens, keys of at most {}" if suite == "mad" else "{} tokens, {} pairs"

@@ -63,7 +63,7 @@ def test_a_result_replaces_an_older_one_of_its_model_and_nothing_else(kind, fold
     with monkeypatch.context() as patch:
         patch.setattr(f"ccq.analysis.{kind}{'s' if kind == 'gate' else ''}.measure", lambda *_: pytest.fail("begun"))
         assert cli.main(["analyze", kind, str(folder("ccq-gated-deltanet")), *arguments]) == 1
-    assert f"{kind}_model.json holds something else and is not overwritten" in capsys.readouterr().err
+    assert f"{kind}_model.json holds something else, which stays" in capsys.readouterr().err
     assert (tmp_path / "out" / f"{kind}_model.json").read_bytes() == before
     assert cli.main(["analyze", kind, str(tmp_path / "ccq-gla"), *arguments]) == 0
 
@@ -76,6 +76,12 @@ def test_without_matplotlib_there_are_numbers(kind, numbers, folder, tmp_path, c
     assert cli.main(["analyze", kind, str(model), "--variants", "3", "--sentences", "6", "--out", str(tmp_path)]) == 0
     assert strict(tmp_path / f"{kind}_ccq_gla.json")[numbers]
     assert "no figure is drawn" in capsys.readouterr().out
+
+
+def test_a_text_of_another_encoding_is_read(folder, tmp_path):
+    (tmp_path / "text").write_bytes("Más texto. ".encode("latin-1") * 40)
+    arguments = ["--variants", "3", "--sentences", "6", "--text", str(tmp_path / "text"), "--out", str(tmp_path)]
+    assert cli.main(["analyze", "gate", str(folder()), *arguments]) == 0
 
 
 def test_margin_of_ours_and_of_a_model_without_cleaning(folder, tmp_path, capsys):
@@ -155,7 +161,7 @@ def test_a_prompt_past_learned_positions_is_refused_in_a_sentence(tmp_path, toke
     for name, model_type in (("known", "gpt2"), ("unknown", "not in any list")):
         model = GPT2LMHeadModel(config).eval()
         model.config.model_type = model_type
-        with pytest.raises(AnalysisError, match=r"has 100 tokens, and GPT2LMHeadModel has learned positions for 96"):
+        with pytest.raises(AnalysisError, match=r"has 100 tokens, the model takes 96"):
             capture.run(model, [1] * 100)
         capture.run(model, [1] * 96)
         with pytest.raises(IndexError):  # something else is wrong with it
@@ -165,5 +171,5 @@ def test_a_prompt_past_learned_positions_is_refused_in_a_sentence(tmp_path, toke
     tokenizer.save_pretrained(tmp_path / "known")
     arguments = ["analyze", "alignment", str(tmp_path / "known"), "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert cli.main([*arguments, "--variants", "3", "--sentences", "20"]) == 1
-    assert "it cannot take more. Give fewer --sentences" in capsys.readouterr().err
+    assert "the model takes 96: give fewer --sentences" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -303,6 +303,6 @@ def test_one_sequence_at_a_time():
 def test_fused_sizes_that_do_not_add_up_are_refused():
     model = made(gpt2)
     projection = find_projections(model)[0]
-    with pytest.raises(AnalysisError, match="expected q, k and v of 4 query heads of size 12"):
+    with pytest.raises(AnalysisError, match="expected q, k and v of 4 heads, got 5 heads"):
         projection.keys(torch.zeros(3, 60))
     assert np.isclose(projection.keys(torch.arange(144.0)[None])[0, 0, 0].item(), 48)

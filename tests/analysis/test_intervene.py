@@ -156,6 +156,9 @@ def test_a_result_keeps_what_calls_before_found_and_that_of_another_model_stays(
     assert rows[:2] == first
     assert [row["intervention"] for row in rows] == ["none", "off", "fixed-1"]
     assert all(row["suites"]["mqar"] for row in rows)
+    assert main([str(tmp_path / "one"), *arguments, "--off", "--limit", "9"]) == 0  # more: those of six are left out
+    rows = json.loads((tmp_path / "out" / "intervene.json").read_text())["rows"]
+    assert [bool(row["suites"]) for row in rows] == [True, True, False]
 
 
 def test_answers_of_a_changed_model_are_not_taken_for_its_own(tmp_path):

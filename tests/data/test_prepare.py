@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -351,6 +352,18 @@ def test_needle_documents_are_counted_and_the_rest_is_unchanged(what, tmp_path, 
     assert index["documents"] - index["needle_documents"] == plain["documents"]
     texts = iter(documents(tmp_path / "mixed"))
     assert all(any(document == other for other in texts) for document in documents(tmp_path / "plain"))  # in order
+
+
+def test_a_folder_inside_the_text_is_refused(tmp_path, tokenizer_folder, monkeypatch):
+    """Its index would be read as text by the next call."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path / "texts")
+    inside = Preparation(Inputs((Path("."),)), tokenizer_folder)
+    for out in ("shards", "."):
+        with pytest.raises(DataError, match=rf"^{re.escape(out)} lies in \., and would be read with it"):
+            prepare.prepare(inside, out, workers=0)
+    assert prepare.prepare(inside, tmp_path / "shards", workers=0)["documents"] == 1
 
 
 def test_errors_name_the_argument(what, tmp_path, corpus):

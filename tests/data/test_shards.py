@@ -94,7 +94,7 @@ def test_a_missing_shard_is_refused_by_name(some_shards):
 def test_a_foreign_shard_is_refused_by_name(some_shards, tmp_path, field, other):
     write_shards(tmp_path / "other", [[[1, 2, 3]]], **other)
     shutil.copy(tmp_path / "other" / "shard-00000.bin", some_shards[0] / "shard-00001.bin")
-    with pytest.raises(ShardError, match=rf"shard-00001.bin does not belong to the index: its {field}"):
+    with pytest.raises(ShardError, match=rf"shard-00001.bin is not of this index: its {field}"):
         TokenShards(some_shards[0], checksums=False)
 
 

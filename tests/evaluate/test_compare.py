@@ -251,13 +251,32 @@ def test_with_two_tokenizers_settings_tell_what_was_asked_the_same(tmp_path):
     ]
 
 
+def test_perplexities_of_two_tokenizers_are_not_subtracted(tmp_path):
+    """They are per token; those of `lm` are per word."""
+    found = {}
+    for suite in ("length", "lm"):
+        runs = []
+        for name in ("one", "two"):
+            rows = [{**row, "prompt_hash": f"{name}{row['id']}"} for row in rows_of([1, 0] * 20)]
+            more = {"tokenizer": {"hash": name}, "settings": {}}
+            runs.append(write_run(tmp_path / suite / name, {"g": rows}, suite=suite, hash_=name, **more))
+        found[suite] = compare(runs)["suites"][suite]["g"]["differences"][0]["samples"]
+    assert found == {"length": 0, "lm": 40}
+
+
+def test_a_suite_that_a_folder_lacks_is_named(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, {"a": rows_of([1, 0] * 5, "a")}) for name in ("one", "two")]
+    assert cli.main(["compare", *map(str, runs), "--suite", "niah,mqar"]) == 1
+    assert "--suite: not all of the folders have mqar" in capsys.readouterr().err
+
+
 def test_a_table_replaces_an_older_one_of_the_same_runs_and_nothing_else(tmp_path, capsys):
     runs = [write_run(tmp_path / name, {"a": rows_of([1, 0] * 5, "a")}) for name in ("one", "two", "three")]
     result, table = runs[0] / "niah.json", tmp_path / "table.json"
     before = result.read_bytes()
     for out, others, code in ((table, runs[:2], 0), (table, runs[:2], 0), (table, runs, 1), (result, runs, 1)):
         assert cli.main(["compare", *map(str, others), "--out", str(out)]) == code
-        assert code == 0 or f"{out} holds something else and is not overwritten" in capsys.readouterr().err
+        assert code == 0 or f"{out} holds something else, which stays" in capsys.readouterr().err
     assert result.read_bytes() == before
     assert len(json.loads(table.read_text())["runs"]) == 2
 

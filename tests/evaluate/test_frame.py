@@ -15,7 +15,7 @@ from ccq import cli
 from ccq.evaluate import EvaluationError, Options, check_fits, evaluate
 from ccq.evaluate.engine import Engine
 from ccq.evaluate.requests import Builder
-from ccq.evaluate.results import Responses, model_hash, tokenizer_hash
+from ccq.evaluate.results import Responses, model_hash, read_result, tokenizer_hash
 from ccq.files import finite, locked
 from ccq.pretrained import most_tokens
 from ccq.tables import progress
@@ -235,9 +235,55 @@ def test_progress_says_how_long_it_takes(capsys):
 def test_damaged_answers_are_named(tmp_path):
     path = tmp_path / "out" / "responses" / "x.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text("not json\n{}\n")
-    with pytest.raises(EvaluationError, match=r"x.jsonl is damaged .*--again"):
-        Responses(path, {})
+    head = b'{"identity": {"model": {}}}\n'
+    for content in (b"not json\n{}\n", head + b"\xff\n", head + b'{"id": 3}\n'):
+        path.write_bytes(content)
+        with pytest.raises(EvaluationError, match=r"x.jsonl is damaged .*--again"):
+            Responses(path, {})
+    (tmp_path / "mqar.json").write_bytes(b"\xff\xfe")  # cut short, or damaged: it is made again
+    assert read_result(tmp_path, "mqar") is None
+    (tmp_path / "mqar.json").write_text('{"suite": "mqar"}')
+    with pytest.raises(EvaluationError, match=r"mqar.json is not a result of `ccq eval`"):
+        read_result(tmp_path, "mqar")
+
+
+def test_a_task_that_is_named_twice_counts_once(folder, tmp_path):
+    parser = frame.make_parser()
+    arguments = [str(folder), "--suite", "niah", "--tasks", "niah_book,niah_book", "--out", str(tmp_path)]
+    assert frame.parse(parser, arguments)[2].tasks == ("niah_book",)
+
+
+def test_what_results_call_a_model(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    arguments = [".", "--suite", "mqar", "--slices", "32x2x4", "--device", "cpu", "--out"]
+    for more, name in (([], folder.name), (["--name", "mine"], "mine")):
+        assert cli.main(["eval", *arguments, str(tmp_path / name), *more]) == 0
+        assert json.loads((tmp_path / name / "mqar.json").read_text())["model"]["name"] == name
+
+
+def test_samples_that_are_gone_are_written_again(folder, tmp_path, capsys):
+    """`ccq compare` needs them; the answers are there, and the model is not asked again."""
+    arguments = [
+        "eval",
+        str(folder),
+        "--suite",
+        "mqar",
+        "--slices",
+        "32x2x4",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
+    assert cli.main(arguments) == 0
+    before = (tmp_path / "mqar.jsonl").read_bytes()
+    (tmp_path / "mqar.jsonl").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ccq.evaluate.engine.Engine.run", None)  # would raise
+        assert cli.main(arguments) == 0
+    assert (tmp_path / "mqar.jsonl").read_bytes() == before
+    assert cli.main(arguments) == 0
+    assert "already finished" in capsys.readouterr().out
 
 
 # the command
@@ -268,6 +314,7 @@ def test_the_command_evaluates_a_folder(folder, data, tmp_path, capsys):
         (["--suite", "niah", "--answer-tokens", "24,"], "--answer-tokens: expected one whole number above 0"),
         (["--data", "/nowhere/at/all"], "--data: /nowhere/at/all is not a folder"),
         (["--suite", "lm,niah", "--tasks", "piqa"], "--tasks: expected one --suite"),
+        (["--suite", "mqar", "--slices", "32x2x64,32x2x8"], "--slices: expected each LENGTHxPAIRS once, got"),
         (
             ["--suite", "lm", "--lengths", "64"],
             "--lengths: this option is for niah, length, mad, mqar, and --suite is lm",
@@ -348,6 +395,7 @@ def test_a_missing_file_is_named_and_finished_results_are_kept(folder, data, tmp
         ('{"id": "0", "text": "a"}\n{"id": "1"', "is damaged after line 1"),
         ('{"id": "0", "body": "a"}\n', "line 1: expected JSON lines with the fields text, got id, body"),
         ("", "is empty: expected"),
+        ("\n\n", "is empty: expected"),
         ("[1, 2]\n", "line 1: expected JSON lines with the fields text, got list"),
     ],
 )

@@ -202,14 +202,10 @@ def test_answers_to_other_questions_are_refused(llama, tokenizer, data, tmp_path
     options = options_of(tmp_path, data, tasks=("piqa",))
     evaluate(llama, tokenizer, "lm", options)
     options.stage, options.max_lengths = "metrics", (12,)
-    with pytest.raises(
-        EvaluationError, match="--max-length: expected 96, which the request file was made with, got 12"
-    ):
+    with pytest.raises(EvaluationError, match="--max-length: requests were made with 96: make them again"):
         evaluate(None, tokenizer, "lm", options)
     options.max_lengths, options.tasks = None, ("piqa", "boolq")
-    with pytest.raises(
-        EvaluationError, match="--tasks: expected piqa, which the request file was made with, got piqa, b"
-    ):
+    with pytest.raises(EvaluationError, match="--tasks: requests were made with piqa: make them again"):
         evaluate(None, tokenizer, "lm", options)
     changed = tmp_path / "changed"
     changed.mkdir()

@@ -102,7 +102,7 @@ def test_sizing_of_ruler_refuses_a_length_that_one_step_exceeds(data, tokenizer)
     sizer = niah.Sizer(
         "niah_single_2", 400, "ruler", haystack, lambda t: len(tokenizer(t).input_ids), drawn("niah_single_2", 400)
     )
-    with pytest.raises(niah.EvaluationError, match="400 is too short for niah_single_2 with --sizing ruler"):
+    with pytest.raises(niah.EvaluationError, match="400 is too short for niah_single_2 by RULER: take --sizing full"):
         sizer.sample(0)
 
 
@@ -334,3 +334,9 @@ def test_a_book_for_haystack_is_read_word_by_word_and_named(tokenizer, tmp_path)
     assert "niah_book" not in niah.TASKS
     assert any("Dubliners" in note for note in asked.notes)
     assert any("5 tokens of answer instead of RULER's 128" in note for note in asked.notes)
+
+
+def test_essays_may_be_a_row_each(tmp_path):
+    """As the Hub has them."""
+    (tmp_path / "PaulGrahamEssays.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
+    assert niah.essays(tmp_path) == "One. Two."

@@ -492,7 +492,7 @@ def test_the_command_names_mistakes(arguments, words, capsys):
 
 def test_the_command_names_a_missing_folder(capsys):
     assert cli.main(["generate", "./nowhere", "--prompt", "a"]) == 1
-    assert "ccq generate: ./nowhere does not exist: expected a from_pretrained folder" in capsys.readouterr().err
+    assert "ccq generate: ./nowhere does not exist: expected a folder" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 from train_helpers import small
 
 from ccq import cli
-from ccq.model import CCQConfig
+from ccq.model import CCQConfig, CCQForCausalLM
 from ccq.recipes import RECIPES, recipe
 from ccq.report import paper
 from ccq.systems import SIZES, SYSTEMS, Identity, recipe_name
@@ -114,6 +114,11 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
         ("ccq_gla_tiny --optimizer.betas 0.9 1", 1, "optimizer.betas: expected at least 0 and below 1, got (0.9, 1"),
         ("ccq_gla_tiny --optimizer.rates cleaner", 1, "optimizer.rates: expected PATTERN=RATE, got cleaner"),
         ("ccq_gla_tiny --seed 99999999999999999999", 1, "seed: expected a whole number of 64 bits, got 99999999999999"),
+        ("ccq_gla_tiny --data.noise 0.5", 1, "data.noise: this is for --data.source mad, here it is mqar"),
+        ("ccq_gla_tiny --data.reset", 1, "data.reset: this is for --data.source tokens, here it is mqar"),
+        ("gla_mad_noisy --data.updates 3", 1, "data.updates: this is for --data.source mqar, here it is mad"),
+        ("ccq_gla_tiny --data.recall-vocab-size 0", 1, "data.recall_vocab_size: expected at least 1, got 0"),
+        ("ccq_gla_tiny --runtime.timeout -5", 1, "runtime.timeout: expected at least 1, got -5"),
         ("ccq_gla_tiny --runtime.device gpu", 1, "runtime.device: expected cpu, cuda or cuda:N, got 'gpu'"),
         (
             "ccq_gla_tiny --system.device cpu",
@@ -147,7 +152,28 @@ def test_help_of_a_recipe_lists_its_fields(capsys):
     assert [name for name, told in options if told.startswith("(default")] == []  # each says what it is
 
 
+def test_options_that_a_recipe_does_not_read_are_no_variant_of_it():
+    config = recipe("ccq_gla_tiny")
+    config.data.length = 9
+    assert configs.identified(config).identity.variant == ""
+    config = recipe("gla_nano")
+    config.data.recall_vocab_size = 9
+    assert configs.identified(config).identity.variant == ""
+    config.data.length = 9
+    assert configs.identified(config).identity.variant == "windows of 9"
+
+
 # ccq plan
+
+
+def test_plan_of_a_model_to_begin_with(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    CCQForCausalLM(CCQConfig.preset("gla-tiny", num_hidden_layers=3)).save_pretrained("three")
+    told = []
+    for line in ("gla_tiny", "gla_tiny --init three", "gla_tiny --model.num-hidden-layers 3"):
+        assert cli.main(["plan", *line.split(), "--gpus", "1"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] != told[1] == told[2]
 
 
 @pytest.fixture

@@ -400,6 +400,15 @@ def test_what_is_no_run_is_not_written_over(tmp_path, name):
     assert {path.name for path in tmp_path.iterdir()} == {name, "lock"}
 
 
+def test_a_damaged_log_stops_no_run(tmp_path):
+    train(small(steps=2), tmp_path)
+    with (tmp_path / "log.jsonl").open("ab") as log:
+        log.write(b"\xff\xfe\n")  # what a full disk may leave
+    shutil.rmtree(max((tmp_path / "checkpoints").glob("step-*")))
+    assert train(small(steps=2), tmp_path) == 0
+    assert log_of(tmp_path)[-1]["step"] == 2
+
+
 def test_a_run_with_a_constant_rate_can_be_extended(tmp_path, undisturbed, stopped, capsys):
     """It ends as if it had been that long from the start."""
     half = small("ccq-gated-deltanet", steps=STEPS // 2, dtype="fp32", keep=2)

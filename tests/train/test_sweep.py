@@ -276,8 +276,8 @@ MAD_TOY = [
 
 def test_the_grid_of_mad_is_of_rates_and_decays_and_other_seeds_get_the_best_of_it(tmp_path):
     assert (sweep.TASKS["mad"].rates, sweep.TASKS["mad"].decays) == ([1e-4, 5e-4, 1e-3], [0.0, 0.1])
-    rows = ["--rows", "gla_projected", "--rates", "0.001", "0.1", "--out", str(tmp_path)]
-    assert cli.main(["sweep", *MAD_TOY, *rows, "--tier", "rows"]) == 0
+    rows = ["--rows", "gla_projected,gla_projected", "--out", str(tmp_path)]  # named twice, trained once
+    assert cli.main(["sweep", *MAD_TOY, *rows, "--rates", "0.001", "0.1", "--tier", "rows"]) == 0
     content = json.loads((tmp_path / "mad_rows.json").read_text())
     grid = {(run["lr"], run["decay"]): run for run in content["runs"]}
     assert set(grid) == {(lr, decay) for lr in (1e-3, 0.1) for decay in (0.0, 0.1)}
@@ -468,6 +468,9 @@ def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):
         ("--tier rows --set steps=3", "give it with --steps"),
         ("--tier rows --set init=runs/a", "--set init: a sweep trains its task from random weights"),
         ("--tier rows --set data.source=tokens", "--set data.source: a sweep trains its task"),
+        ("--tier rows --rates 1e-3 nan", "optimizer.lr: expected a finite number, got nan"),
+        ("--tier rows --seeds 0 99999999999999999999", "seed: expected a whole number of 64 bits"),
+        ("--tier seeds --rates 1e-2", "--rates, --decays: `--tier seeds` takes what `--tier rows` chose"),
         ("--tier rows --steps 0", "--steps: expected at least 1, got 0"),
         ("--tier rows --workers -1", "--workers: expected at least 0, got -1"),
         ("--tier rows --test-samples 0", "--test-samples: expected at least 1, got 0"),

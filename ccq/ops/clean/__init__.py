@@ -79,7 +79,7 @@ def clean_query(
         if step in reference.FUSED:
             q, k_bar, state = _run("clean_query", q, k, lam, how, *where)
         else:
-            check_values(lam, None, None, 0)
+            check_values(lam, None, None, 0)  # type: ignore[arg-type]  # a gate is lam by now
             y, k_bar, state = _run("sigma_q", q, k, None, how._replace(step="scaled"), *where)
             q = read_with(step, q, y, lam, how.normalize)
         if how.normalize == "unit":  # once

@@ -83,9 +83,8 @@ class CovarianceState:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> CovarianceState:
         """Move or cast. A count of keys stays int64 whatever `dtype` is."""
-        return pytree.tree_map(
-            lambda x: x.to(device, dtype if x.is_floating_point() else None, non_blocking=non_blocking), self
-        )
+        kind_of = lambda x: dtype if x.is_floating_point() else None  # noqa: E731
+        return pytree.tree_map(lambda x: x.to(device, kind_of(x), non_blocking=non_blocking), self)
 
     def clone(self) -> CovarianceState:
         return pytree.tree_map(torch.clone, self)
