@@ -18,15 +18,12 @@ from typing import IO, Any, BinaryIO, TextIO
 
 # what from_pretrained reads in a folder
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json"),
-)
-MODEL_FILES = (
-    *("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*"),
-    "modeling_ccq.py",
-    *TOKENIZER_FILES,
-)
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*", "modeling_ccq.py",
+               *TOKENIZER_FILES)  # fmt: skip
 ADAPTER_FILES = ("adapter_*", "ccq_adapter.*")  # of PEFT and of ccq.save_adapter: with one, a folder is another model
 
 

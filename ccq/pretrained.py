@@ -73,7 +73,7 @@ def load_model(name: str, device: Any = "cpu", dtype: Any = None) -> Any:
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(where, **how)
         model, told = loaded
-        if hasattr(load_config(name), "ccq_adapter"):  # saved whole, with gates that from_pretrained knows nothing of
+        if has_gates(name):  # saved whole, with gates that from_pretrained knows nothing of
             from ccq.adapter import load_adapter
 
             load_adapter(model, located(name))
@@ -162,12 +162,19 @@ def is_adapter(where: str) -> bool:
     return Path(where, "ccq_adapter.json").is_file()
 
 
+def has_gates(name: str) -> bool:
+    """Whether cleaning is attached to a model of transformers, in its folder or by an adapter."""
+    return is_adapter(name) or hasattr(load_config(name), "ccq_adapter")
+
+
 def base_of(where: str) -> str:
     from ccq.adapter import read_adapter
 
     base = read_adapter(Path(where))["base_model"]
     if base is None:
         raise ModelError(f"{where} does not name its base model: load that, and then ccq.load_adapter(model, folder)")
+    if Path(base).is_absolute() and not Path(base).exists():
+        raise ModelError(f"{where}/ccq_adapter.json: its base_model {base} does not exist: correct it there")
     return base
 
 

@@ -141,11 +141,8 @@ def pass_packing_on(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     """Before each model around: positions that start again mark packed sequences, which layers without positions get to
     know of as `seq_idx`. What one model is told and the next one inside it is not would be dropped in silence."""
     told = any(kwargs.get(name) is not None for name in PACKED)
-    if (
-        not told
-        and kwargs.get("attention_mask") is None
-        and (seq_idx := restarts(kwargs.get("position_ids"))) is not None
-    ):
+    alone = not told and kwargs.get("attention_mask") is None
+    if alone and (seq_idx := restarts(kwargs.get("position_ids"))) is not None:
         told, kwargs = True, {**kwargs, "seq_idx": seq_idx}
     if module._ccq_told and not told:
         raise AttachError(f"packed sequences: {type(module).__name__} does not receive them from its model")

@@ -29,7 +29,7 @@ from ccq.analysis import AnalysisError
 from ccq.analysis.capture import POINTS, Projection, Read, run, watch
 from ccq.analysis.command import begin, finish, make_parser, path_of
 from ccq.analysis.prompts import GROUPS, Prompt, Tokens, each, make_prompts
-from ccq.ops import clean_query
+from ccq.ops import sigma_q
 from ccq.ops.precision import unit
 from ccq.report.collect import Collection
 from ccq.report.paper import load as papers
@@ -108,12 +108,11 @@ class Observer:
     def read(self, read: Read) -> None:
         self.points["read"].add(read.layer, unit(read.k.double()), self.tokens)
         if read.lam is not None and read.cleaner is not None:
-            own, (q, k, lam) = read.cleaner, (x[None] for x in (read.q, read.k, read.lam))
-            _, k_bar, state = clean_query(
-                q, k, lam, own.centred, own.normalize, output_final_state=True, backend=own.backend
-            )
+            own, q, k, decay = read.cleaner, read.q[None], read.k[None], read.log_decay
+            how: Any = {"output_final_state": True, "backend": own.backend, "log_decay": decay}
+            _, k_bar, state = sigma_q(q, k, own.centred, own.normalize, **how)
             assert state is not None
-            centre = state.key_sum[0] / state.count * own.centred
+            centre = state.key_sum[0] / state.weight[0, :, None] * own.centred
             keys = k_bar[0] if own.normalize == "unit" else unit(k_bar[0])
             self.points["operator"].add(read.layer, keys, self.tokens, state.covariance(own.centred)[0], centre)
 

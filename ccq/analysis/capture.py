@@ -79,6 +79,7 @@ class Read:
     k: Float[Tensor, "T Hk K"]
     lam: Float[Tensor, "T H"] | None = None
     cleaner: QueryCleaner | None = None
+    log_decay: Float[Tensor, "1 T Hk"] | None = None  # of its covariance
 
 
 def layer_of(name: str) -> int:
@@ -175,9 +176,11 @@ def _projected(projection: Projection, project: Callable, module: nn.Module, arg
 
 
 def _cleaned(layer: int, read: Callable, cleaner: Any, args: tuple, kwargs: dict, output: tuple) -> None:
-    raw, q, k = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("raw", "q", "k")))
+    names = ("raw", "q", "k", "seqs", "state", "output_state", "g")  # of QueryCleaner.forward
+    raw, q, k, *_, g = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(names))
     q, k = cleaner.prepare(q, k)
-    read(Read(layer, _one(q), _one(k), _one(cleaner.gate(raw)) if cleaner.clean else None, cleaner))
+    lam = _one(cleaner.gate(raw)) if cleaner.clean else None
+    read(Read(layer, _one(q), _one(k), lam, cleaner, cleaner.log_decay(k, g)))
 
 
 def _turned(projection: Projection, read: Callable, mixer: Any, args: tuple, output: Any) -> None:

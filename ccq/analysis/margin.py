@@ -56,11 +56,9 @@ def margins(s: Float[Tensor, "H T"], needle: np.ndarray, distractor: np.ndarray)
     s = s.cpu()
     ours, others = s[:, torch.from_numpy(needle)], s[:, torch.from_numpy(distractor)]
     best = ours.amax(1)
-    return {
-        "mean": (ours.mean(1) - others.mean(1)).numpy(),
-        "best": (best - others.amax(1)).numpy(),
-        "rank": (1 + (others > best[:, None]).sum(1)).double().numpy(),
-    }
+    rank = (1 + (others > best[:, None]).sum(1)).double()
+    found = {"mean": ours.mean(1) - others.mean(1), "best": best - others.amax(1), "rank": rank}
+    return {name: x.numpy() for name, x in found.items()}
 
 
 def measure(

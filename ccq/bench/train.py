@@ -41,12 +41,8 @@ def measure(trainer, tokens: int, length: int, steps: int, warmup: int) -> dict:
             raise RuntimeError(f"step {step}: loss {done.loss}, gradient norm {done.norm}: not worth timing")
         if step >= warmup:
             samples.append(1e3 * (time.perf_counter() - begin))
-    timing = summarise(samples)
-    return {
-        "step_ms": timing,
-        "tokens_per_second": 1e3 * tokens / timing["median"],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+    timing, peak = summarise(samples), torch.cuda.max_memory_allocated() / 2**30
+    return {"step_ms": timing, "tokens_per_second": 1e3 * tokens / timing["median"], "peak_gib": peak}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

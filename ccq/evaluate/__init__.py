@@ -16,7 +16,7 @@ from ccq.evaluate import results
 from ccq.evaluate.requests import EvaluationError, Request, RequestSet
 from ccq.evaluate.results import Responses, tokenizer_hash
 from ccq.evaluate.suite import COMMON, Options, Suite, named, readers, suites
-from ccq.files import finite, locked, write_json
+from ccq.files import finite, locked, stored, write_json
 from ccq.names import plural, positive
 from ccq.pretrained import DTYPES, NoTokenizerError, load_config, load_model, load_tokenizer, most_tokens
 from ccq.provenance import provenance
@@ -79,7 +79,7 @@ def evaluate(model, tokenizer, suite: str, options: Options, name: str = "model"
         done
         and done["samples"]["hash"] == asked.hash()
         and done["limit"] == asked.settings["limit"]
-        and (options.out / f"{suite}.jsonl").exists()
+        and stored(options.out / f"{suite}.jsonl")
         and all(done["model"][what] == identity["model"][what] for what in ("hash", "lam"))
     ):
         print(f"{suite}: already finished, {result_path}; --again evaluates it again")

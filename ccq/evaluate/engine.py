@@ -165,10 +165,8 @@ class Engine:
         from transformers import GenerationConfig
 
         one, ids = batch[0], [ids_of(asked, request) for request in batch]
-        prompts, mask = (
-            pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
-            for rows in (ids, [torch.ones_like(x) for x in ids])
-        )
+        both = (ids, [torch.ones_like(x) for x in ids])
+        prompts, mask = (pad_sequence(x, batch_first=True, padding_side="left").to(self.device) for x in both)
         how = GenerationConfig(
             do_sample=False,
             max_new_tokens=one.max_new,

@@ -36,11 +36,8 @@ def model_hash(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     config = getattr(model, "config", None)
     if config is not None:
-        known = {
-            k: v
-            for k, v in config.to_dict().items()
-            if not k.startswith("_") and k not in NOT_HASHED and (k, v) not in AS_BEFORE
-        }
+        told = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in NOT_HASHED}
+        known = {k: v for k, v in told.items() if (k, v) not in AS_BEFORE}
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -98,11 +98,8 @@ class Attention(Mixer):
         self, n: int, device: torch.device | str | None, dtype: torch.dtype, max_length: int | None = None
     ) -> LayerState:
         shape = (n, GROW if max_length is None else max_length, self.key_heads, self.size)
-        return {
-            "k": torch.zeros(shape, device=device, dtype=dtype),
-            "v": torch.zeros(shape, device=device, dtype=dtype),
-            "length": torch.zeros(n, device=device, dtype=torch.int64),
-        }
+        k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        return {"k": k, "v": v, "length": torch.zeros(n, device=device, dtype=torch.int64)}
 
     def reserve(self, state: LayerState, length: int) -> None:
         """Make room in `state` for sequences of `length` tokens: longer buffers, where they do not fit."""

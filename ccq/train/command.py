@@ -63,8 +63,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     options, fields = parser.parse_known_args([argv[0]] if listed else argv)
     import tyro  # late: `--help` needs none of this
 
+    from ccq.pretrained import has_gates
     from ccq.recipes import RECIPES
-    from ccq.train.config import Config
+    from ccq.train.config import Config, check_read
 
     name = options.recipe.replace("-", "_")
     if name not in RECIPES:
@@ -81,7 +82,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
         default = begun_from(options.init, default, run_dir(options))
     config = tyro.cli(Config, default=default, args=fields, prog=f"{parser.prog} {options.recipe}")
-    if options.init and RECIPES[name]().model.clean and not (config.model.clean or config.foreign):
+    if not (run_dir(options) / "config.json").exists():
+        check_read(config.data)
+    if config.foreign and config.model != default.model:
+        told = "a model of transformers has options of its own. To add cleaning: ccq.attach and ccq.save_adapter"
+        parser.error(f"--model: {told}, then --init that folder (docs/attach.md)")
+    cure = "ccq.attach" if config.foreign else "--model.clean"
+    asked = options.init and RECIPES[name]().model.clean
+    if asked and not (has_gates(options.init) if config.foreign else config.model.clean):
         told = f"{options.recipe} has cleaning and the model to begin with has none: it trains without"
-        print(f"{parser.prog}: warning: {told}. --model.clean adds it", file=sys.stderr)
+        print(f"{parser.prog}: warning: {told}. {cure} adds it", file=sys.stderr)
     return options, config

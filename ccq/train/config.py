@@ -125,9 +125,6 @@ class Config:
                 raise RunError("data.slices: expected one kind of sample at least, got none")
             if self.data.path or self.data.valid_path:
                 raise RunError("data.path: this recipe reads no text: add --data.source tokens and --model.vocab-size")
-        for name, source in (("noise", "mad"), ("updates", "mqar"), ("reset", "tokens")):
-            if getattr(self.data, name) and self.data.source != source:
-                raise RunError(f"data.{name}: this is for --data.source {source}, here it is {self.data.source}")
         if self.foreign and self.init is None:
             raise RunError("foreign: expected a model in --init, which sets this, got none")
         if not -(2**63) <= self.seed < 2**63:
@@ -168,6 +165,14 @@ class Config:
             raise RunError(f"optimizer.rates: expected rates from 0 on and an lr above 0, got {self.optimizer.rates}")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise RunError(f"optimizer.betas: expected at least 0 and below 1, got {self.optimizer.betas}")
+
+
+def check_read(data: Data) -> None:
+    """Raise RunError where an option would be ignored. A run of an older version that took it stays what it is."""
+    for name, source in (("noise", "mad"), ("updates", "mqar"), ("reset", "tokens")):
+        if (value := getattr(data, name)) and data.source != source:
+            cure = f"set it to {type(value)()!r}"
+            raise RunError(f"data.{name}: this is for --data.source {source}, here it is {data.source}: {cure}")
 
 
 def recall(config: Config) -> dict[str, Any] | None:

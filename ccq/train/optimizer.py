@@ -23,11 +23,8 @@ def decaying(model: nn.Module) -> set[str]:
     Not: what a module names in `no_weight_decay` (A_log, dt_bias, ...), and vectors (norms, biases).
     """
     kept = no_weight_decay(model)
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if name not in kept and (parameter.ndim >= 2 or name.endswith(GATE_BIAS))
-    }
+    named = ((name, p.ndim) for name, p in model.named_parameters() if name not in kept)
+    return {name for name, axes in named if axes >= 2 or name.endswith(GATE_BIAS)}
 
 
 def make_optimizer(masters: dict[str, Tensor], decay: set[str], options: Optimizer) -> torch.optim.AdamW:

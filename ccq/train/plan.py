@@ -147,6 +147,8 @@ def main(argv: Sequence[str]) -> int:
     known = f"{', '.join(GPUS)} (default: your own results of `ccq bench train`, else {MEASURED})"
     parser.add_argument("--gpu", type=str.upper, choices=tuple(GPUS), metavar="GPU", help=known)
     options, config = parse(parser, argv)
+    if config.foreign:
+        raise RunError("--init: memory and speed of a model of transformers are not estimated")
     for line in describe(plan(options.recipe, config, options.gpus, options.gpu)):
         print(line)
     return 0

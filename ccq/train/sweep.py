@@ -258,6 +258,7 @@ def main(argv: Sequence[str]) -> int:
 def sweep(options: argparse.Namespace) -> int:
     from ccq.doctor import best_device, check_cpu_bf16, check_device
     from ccq.train import folder
+    from ccq.train.config import check_read
 
     task, tier, out = TASKS[options.task], options.tier, options.out
     began = time.monotonic()
@@ -290,6 +291,7 @@ def sweep(options: argparse.Namespace) -> int:
                 config, *_ = (spec.config() for spec in group)  # refuse now what no run can have
             except (AttributeError, TypeError) as error:
                 raise RunError(f"--set: {error}") from None
+            check_read(config.data)
             if not config.data.valid_slices:
                 raise RunError("data.valid_slices: expected one kind of sample at least: rates are chosen on them")
         specs = list(itertools.chain(*groups))

@@ -14,7 +14,7 @@ import torch
 
 from ccq.analysis import AnalysisError
 from ccq.analysis.alignment import TOP, Observer, Point, covariance, gaps, measure, shares, summary, tops, untrained
-from ccq.analysis.capture import Read
+from ccq.analysis.capture import Read, watch
 from ccq.analysis.prompts import GROUPS, Tokens, make_prompts, tokenize
 from ccq.mixers import QueryCleaner
 from ccq.model import CCQConfig, CCQForCausalLM
@@ -191,6 +191,27 @@ def test_an_uncentred_operator_is_measured_with_its_own_sigma():
     got = summary(observer.points["operator"])["spectrum"]["by_layer"][0]
     assert got == pytest.approx((values / values.sum(-1, keepdim=True)).mean(0).tolist(), abs=1e-5)
     assert got[0] > 1.5 * summary(observer.points["read"])["spectrum"]["by_layer"][0][0]  # the mean is in it
+
+
+@pytest.mark.parametrize("system", ["gla-projected-decay", "gla-projected-learned-decay", "ccq-gla-free-scale"])
+def test_a_covariance_that_forgets_is_measured_as_the_operator_has_it(system, monkeypatch):
+    """And lam may be above 1: the control with a learned scale takes it there."""
+    torch.manual_seed(0)
+    model = CCQForCausalLM(CCQConfig.preset(f"{system}-tiny")).double().eval()
+    for name, x in model.named_parameters():
+        if name.endswith("lam_scale"):
+            torch.nn.init.constant_(x, 150.0)
+    given: list = []
+    monkeypatch.setattr(Point, "add", lambda self, layer, k, tokens, sigma=None, centre=None: given.append(sigma))
+    observer = Observer()
+    observer.tokens = tokens_of(np.arange(60) < 6)
+    ids = torch.randint(256, (1, 60))
+    with torch.no_grad():
+        with watch(model, observer.project, observer.read):
+            model(ids, use_cache=False)
+        states = model(ids, use_cache=True).past_key_values.states
+    for found, state in zip([x for x in given if x is not None], states, strict=True):
+        torch.testing.assert_close(found, state["covariance"].covariance()[0])
 
 
 def test_fresh_weights_already_have_a_gap_and_so_does_the_control(tokenizer):

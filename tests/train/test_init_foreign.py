@@ -1,5 +1,7 @@
 """`ccq train --init` trains a model of transformers, with cleaning attached or without, as any of ours."""
 
+import json
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -117,6 +119,26 @@ def test_the_control_has_no_gates(folder, tmp_path, monkeypatch):
     assert "lam" not in rows[0]
 
 
+def test_a_recipe_with_cleaning_warns_of_a_model_without(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("ccq.train.loop.train", lambda config, run: 0)
+    for init, warned in (("base", True), ("whole", False), ("adapter", False)):
+        line = command(folder, tmp_path, init=init)
+        line[1] = "ccq_gla_nano"
+        assert cli.main(line) == 0
+        assert ("it trains without. ccq.attach adds it" in capsys.readouterr().err) == warned
+
+
+def test_an_adapter_names_its_base_model_that_is_gone(folder, tmp_path):
+    shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    told = json.loads((tmp_path / "adapter" / "ccq_adapter.json").read_text())
+    told["base_model"] = str(tmp_path / "moved")
+    (tmp_path / "adapter" / "ccq_adapter.json").write_text(json.dumps(told))
+    with pytest.raises(
+        ccq.shipped.ModelError, match=r"ccq_adapter.json: its base_model .*moved does not exist"
+    ):
+        load(tmp_path / "adapter")
+
+
 def test_stopped_it_resumes_to_the_bit_from_another_folder(folder, tmp_path, monkeypatch):
     assert cli.main(command(folder, tmp_path / "whole")) == 0
     with monkeypatch.context() as patch:
@@ -135,6 +157,13 @@ def test_what_it_cannot_do_is_refused(folder, tmp_path, capsys):
 
     assert cli.main(command(folder, tmp_path / "run", "--data.reset")) == 1
     assert "trains on whole windows of text" in capsys.readouterr().err
+    for field in (["--model.clean"], ["--model.hidden-size", "128"]):
+        with pytest.raises(SystemExit):
+            cli.main(command(folder, tmp_path / "run", *field))
+        assert "a model of transformers has options of its own. To add cleaning: ccq.attach" in capsys.readouterr().err
+    plan = ["plan", "gla_nano", "--init", str(folder / "whole")]
+    assert cli.main(plan) == 1
+    assert "memory and speed of a model of transformers are not estimated" in capsys.readouterr().err
     recall = ["train", "gla_tiny", "--init", str(folder / "whole"), "--run-dir", str(tmp_path / "run")]
     assert cli.main(recall) == 1
     assert "trains on whole windows of text" in capsys.readouterr().err

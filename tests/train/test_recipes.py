@@ -19,6 +19,7 @@ from ccq.systems import SIZES, SYSTEMS, Identity, recipe_name
 from ccq.train import RunError, command, plan
 from ccq.train import config as configs
 from ccq.train.config import ModelOptions, model_config
+from ccq.train.loop import train
 
 PAPER = sorted({system for table in paper.load().tables.values() for _, system in table.rows})
 
@@ -115,7 +116,11 @@ def test_any_field_can_be_set_on_the_command_line(monkeypatch):
         ("ccq_gla_tiny --optimizer.rates cleaner", 1, "optimizer.rates: expected PATTERN=RATE, got cleaner"),
         ("ccq_gla_tiny --seed 99999999999999999999", 1, "seed: expected a whole number of 64 bits, got 99999999999999"),
         ("ccq_gla_tiny --data.noise 0.5", 1, "data.noise: this is for --data.source mad, here it is mqar"),
-        ("ccq_gla_tiny --data.reset", 1, "data.reset: this is for --data.source tokens, here it is mqar"),
+        (
+            "ccq_gla_tiny --data.reset",
+            1,
+            "data.reset: this is for --data.source tokens, here it is mqar: set it to Fals",
+        ),
         ("gla_mad_noisy --data.updates 3", 1, "data.updates: this is for --data.source mqar, here it is mad"),
         ("ccq_gla_tiny --data.recall-vocab-size 0", 1, "data.recall_vocab_size: expected at least 1, got 0"),
         ("ccq_gla_tiny --runtime.timeout -5", 1, "runtime.timeout: expected at least 1, got -5"),
@@ -150,6 +155,16 @@ def test_help_of_a_recipe_lists_its_fields(capsys):
     options = re.findall(r"(--model\.\S+) .*\n\W*(.*)", text)
     assert len(options) == len(dataclasses.fields(ModelOptions))
     assert [name for name, told in options if told.startswith("(default")] == []  # each says what it is
+
+
+def test_a_run_of_an_older_version_with_an_option_that_nothing_read_goes_on(tmp_path, monkeypatch):
+    config = small("gla", steps=2)
+    config.data.noise = 0.5
+    assert train(config, tmp_path) == 0
+    monkeypatch.setattr("ccq.train.loop.train", lambda config, run: 0)
+    assert configs.read(tmp_path / "config.json").data.noise == 0.5
+    assert cli.main(["train", "gla_tiny", "--run-dir", str(tmp_path), "--data.noise", "0.5"]) == 0
+    assert cli.main(["train", "gla_tiny", "--run-dir", str(tmp_path / "new"), "--data.noise", "0.5"]) == 1
 
 
 def test_options_that_a_recipe_does_not_read_are_no_variant_of_it():

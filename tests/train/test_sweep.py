@@ -471,6 +471,7 @@ def test_when_the_time_is_up_what_is_finished_is_there(tmp_path):
         ("--tier rows --rates 1e-3 nan", "optimizer.lr: expected a finite number, got nan"),
         ("--tier rows --seeds 0 99999999999999999999", "seed: expected a whole number of 64 bits"),
         ("--tier seeds --rates 1e-2", "--rates, --decays: `--tier seeds` takes what `--tier rows` chose"),
+        ("--tier rows --set data.noise=0.8", "data.noise: this is for --data.source mad, here it is mqar"),
         ("--tier rows --steps 0", "--steps: expected at least 1, got 0"),
         ("--tier rows --workers -1", "--workers: expected at least 0, got -1"),
         ("--tier rows --test-samples 0", "--test-samples: expected at least 1, got 0"),

@@ -115,11 +115,8 @@ SPLITS = 64  # of the rows, at most, in the backward
 
 def options(q: Tensor, heads: int) -> dict:
     half = q.dtype == torch.bfloat16 and q.is_cuda  # Triton's interpreter multiplies bf16 as if it were integers
-    return {
-        "BH": max(16, power_of_2(heads)),
-        "DT": tl.bfloat16 if half else tl.float32,
-        "IP": "tf32" if half else "tf32x3",
-    }
+    dtype, products = (tl.bfloat16, "tf32") if half else (tl.float32, "tf32x3")
+    return {"BH": max(16, power_of_2(heads)), "DT": dtype, "IP": products}
 
 
 def forward(q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
