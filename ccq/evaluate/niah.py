@@ -350,8 +350,8 @@ SUITE = Suite(
     options=(
         lengths_option(",".join(map(str, LENGTHS))),
         Option("answer_tokens", f"generate so many (default: RULER's {ANSWER})", positive),
-        Option("sizing", "size of the haystack", choices=tuple(SIZINGS), default="ruler"),
-        Option("keys", "odd: only keys that never occur in training", choices=tuple(KEYS), default="all"),
+        Option("sizing", "size of the haystack (default: ruler)", choices=tuple(SIZINGS), default="ruler"),
+        Option("keys", "odd: only keys not in training text (default: all)", choices=tuple(KEYS), default="all"),
         SEED,
     ),
     tasks=tuple(KNOWN),

@@ -95,7 +95,7 @@ class ModelOptions:
     direction: str = "covariance"
     learned_scale: bool = False  # control: lam = s sigmoid(.), s learned, one a head, from 1
     centred: bool = True  # whether Sigma_t is centred: a covariance, not a second moment
-    normalize: str = "unit"  # what is made unit: "unit" q and k; "stats" keys of Sigma_t alone, for weights trained so
+    normalize: str = "unit"  # unit q and k; "stats": unit keys in Sigma_t only, for weights trained without either
     gate_init: float = 0.01  # where lam starts
     fixed_lam: float | None = None  # a constant lam, without a gate
     decay_gate_bias: bool = True  # whether weight decay reaches the bias of the gate
@@ -174,7 +174,7 @@ class CCQConfig(ModelOptions, PretrainedConfig):
             ("rope_theta", self.rope_theta > 0, "a positive number"),
             ("gate_normalizer", self.gate_normalizer > 0, "a positive number"),
             ("initializer_range", self.initializer_range >= 0, "a number that is not negative"),
-            ("gate_init", 0 < self.gate_init < 1, "a number between 0 and 1"),
+            ("gate_init", 0 < self.gate_init < 1, "a number above 0 and below 1"),
             ("steps", 1 <= self.steps <= MOST_STEPS, f"a number from 1 to {MOST_STEPS}"),
             ("fixed_lam", self.fixed_lam is None or 0 <= self.fixed_lam <= 1, "None or a number from 0 to 1"),
         ):

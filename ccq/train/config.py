@@ -106,7 +106,7 @@ class Config:
     dtype: Literal["bf16", "fp32", "fp64"] = "fp32"  # of the computation; weights are kept in fp32 (fp64 for fp64)
     # the model whose weights and options the run begins with (folder, run or name); none: random weights
     init: str | None = None
-    foreign: bool = False  # that model is transformers' own, set by init: of `model` only the vocabulary counts
+    foreign: bool = False  # set by init: that model is transformers' own, and of `model` only the vocabulary counts
     train: str | None = None  # train only parameters whose name matches this, as 'cleaner|q_proj'; none: all
     # what the run is of; the run fills in what the other fields say
     identity: Identity = field(default_factory=Identity)

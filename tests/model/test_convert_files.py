@@ -237,7 +237,7 @@ def test_command_that_fails(source, tmp_path, capsys):
         main([str(folder), str(tmp_path / "x"), "--gate-init", "0.1"])
     assert "--gate-init: expected --clean beside it" in capsys.readouterr().err
     assert main([str(folder), str(tmp_path / "x"), "--clean", "--gate-init", "1.5"]) == 1
-    assert "gate_init: expected a number between 0 and 1, got 1.5" in capsys.readouterr().err
+    assert "gate_init: expected a number above 0 and below 1, got 1.5" in capsys.readouterr().err
 
 
 def test_a_name_on_the_hub(source, tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def test_unknown_preset_names_the_nearest():
         ({"hidden_size": 64.0}, TypeError, "hidden_size: expected an integer, got 64.0"),
         ({"clean": 1}, TypeError, "clean: expected True or False, got 1"),
         ({"conv_size": True}, TypeError, "conv_size: expected an integer"),
-        ({"gate_init": 0.0}, ValueError, "gate_init: expected a number between 0 and 1, got 0.0"),
+        ({"gate_init": 0.0}, ValueError, "gate_init: expected a number above 0 and below 1, got 0.0"),
         ({"fixed_lam": 1.5}, ValueError, "fixed_lam: expected None or a number from 0 to 1, got 1.5"),
         ({"norm_eps": "small"}, TypeError, "norm_eps: expected a number"),
         ({"rope_theta": -1.0}, ValueError, "rope_theta: expected a positive number"),

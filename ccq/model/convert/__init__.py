@@ -196,7 +196,7 @@ def convert(
     """
     source, target = Path(source).expanduser(), Path(target).expanduser()
     if not 0 < gate_init < 1:
-        raise ValueError(f"gate_init: expected a number between 0 and 1, got {gate_init}")
+        raise ValueError(f"gate_init: expected a number above 0 and below 1, got {gate_init}")
     if wrong := [name for name in options if not clean or name not in (known for known, *_ in CLEANING)]:
         raise ValueError(f"{wrong[0]}: expected an option of cleaning, with clean=True")
     if not source.is_dir():
@@ -210,7 +210,7 @@ def convert(
     kind = raw.get("model_type")
     types = (*FAMILIES, CCQConfig.model_type)
     if kind not in types:
-        near = nearest(kind, types) if isinstance(kind, str) else ""
+        near = (nearest(kind, types) if isinstance(kind, str) else "") + " For models of transformers: ccq.attach."
         raise ValueError(f"{source}/config.json: model_type: expected one of {', '.join(types)}, got {kind!r}.{near}")
     ours = kind == CCQConfig.model_type
     to = "fla" if ours and not clean else "ccq"
