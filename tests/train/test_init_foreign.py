@@ -133,9 +133,7 @@ def test_an_adapter_names_its_base_model_that_is_gone(folder, tmp_path):
     told = json.loads((tmp_path / "adapter" / "ccq_adapter.json").read_text())
     told["base_model"] = str(tmp_path / "moved")
     (tmp_path / "adapter" / "ccq_adapter.json").write_text(json.dumps(told))
-    with pytest.raises(
-        ccq.shipped.ModelError, match=r"ccq_adapter.json: its base_model .*moved does not exist"
-    ):
+    with pytest.raises(ccq.shipped.ModelError, match=r"ccq_adapter.json: its base_model .*moved does not exist"):
         load(tmp_path / "adapter")
 
 
