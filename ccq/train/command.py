@@ -82,7 +82,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
         default = begun_from(options.init, default, run_dir(options))
     config = tyro.cli(Config, default=default, args=fields, prog=f"{parser.prog} {options.recipe}")
-    if not (run_dir(options) / "config.json").exists():
+    if not Path(run_dir(options), "config.json").exists():
         check_read(config.data)
     if config.foreign and config.model != default.model:
         told = "a model of transformers has options of its own. To add cleaning: ccq.attach and ccq.save_adapter"
